@@ -1,0 +1,73 @@
+"""Small environments with known answers. A script makes them with --env-id toy_envs:NAME."""
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete, Graph
+
+
+class Constant(gym.Env):
+    """Reward 1 at every step and nothing to see, so a state is worth 1 / (1 - gamma) if time limits are not deaths."""
+
+    observation_space, action_space = Box(-1, 1, (1,), np.float32), Box(-1, 1, (1,), np.float32)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), 1.0, False, False, {}
+
+
+class Odd(gym.Env):
+    """A dictionary to see and a matrix of float64 to do; 7 steps, each worth its index, and the actions must be inside."""
+
+    observation_space = Dict({"a": Box(-9, 9, (2, 2), np.float64), "b": Discrete(3), "c": Box(0, 255, (3,), np.uint8)})
+    action_space = Box(-0.5, 0.5, (2, 3), np.float64)
+
+    def _observation(self):
+        return {"a": self.np_random.normal(size=(2, 2)), "b": self.t % 3, "c": np.full(3, self.t, np.uint8)}
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self._observation(), {}
+
+    def step(self, action):
+        assert action.shape == (2, 3) and action.dtype == np.float64
+        assert not self.strict or self.action_space.contains(action)
+        self.t += 1
+        return self._observation(), float(self.t), self.t == 7, False, {}
+
+    def __init__(self, strict=False):
+        self.strict = strict
+
+
+class Broken(Constant):
+    """Goes wrong at its 1000th step: `what` becomes not a number or infinite, or so large that the loss overflows."""
+
+    steps = 0
+
+    def __init__(self, what):
+        self.what = what
+
+    def step(self, action):
+        Broken.steps += 1
+        obs, reward = np.zeros(1, np.float32), 1.0
+        if Broken.steps >= 1000:
+            obs = {"nan": obs + np.nan, "inf": obs + np.inf}.get(self.what, obs)
+            reward = {"reward": float("nan"), "overflow": 1e25}.get(self.what, reward)
+        return obs, reward, False, Broken.steps % 50 == 0, {}
+
+
+class Graphs(Constant):
+    """Observations that are no vector."""
+
+    observation_space = Graph(Box(-1, 1, (1,)), Discrete(2))
+
+
+gym.register("Constant-v0", Constant, max_episode_steps=5)
+gym.register("Odd-v0", Odd)
+gym.register("Strict-v0", Odd, kwargs={"strict": True})
+gym.register("Graphs-v0", Graphs)
+for what in ("nan", "inf", "reward", "overflow"):
+    gym.register(f"Broken-{what}-v0", Broken, kwargs={"what": what}, disable_env_checker=True)
