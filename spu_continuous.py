@@ -1,15 +1,15 @@
 """Supervised Policy Update (SPU) with the forward-KL constraint, for continuous actions: one file, nothing hidden.
 
-SPU (Vuong, Zhang and Ross, ICLR 2019) shares its rollout, its advantages (GAE) and its value regression with PPO. What
-is its own is how the current policy pi_k becomes the next one, in two steps:
-
+SPU (Vuong, Zhang and Ross, ICLR 2019) is PPO with another update. From the current policy pi_k, in two steps:
   1. Solve. Among ALL policies, not only those a network can express, maximise the expected advantage subject to
-     mean KL(pi || pi_k) <= delta and, in every state s, KL(pi || pi_k)[s] <= epsilon. In closed form, by Theorem 1:
+     mean KL(pi || pi_k) <= delta and, in every state s, KL(pi || pi_k)[s] <= epsilon. Theorem 1 has the closed form:
          pi*(a|s)  is proportional to  pi_k(a|s) exp(A(s,a) / lambda)
-  2. Fit. Move the network towards pi* by supervised learning, down the gradient of KL(pi_theta || pi*). Eq. (18):
+     (lambda follows from delta and, where it binds, from epsilon; the paper makes it a hyper-parameter instead).
+  2. Fit. Up to a constant, KL(pi_theta || pi*) = KL(pi_theta || pi_k) - (1/lambda) E_{a ~ pi_k}[ratio A], where
+     ratio = pi_theta(a|s) / pi_k(a|s). The network is trained on the batch to lower it, with the gradient of eq. (18):
          mean_i [ grad KL(pi_theta || pi_k)[s_i] - (1/lambda) A_i grad ratio_i ] 1{KL(pi_theta || pi_k)[s_i] <= epsilon}
-     where ratio_i = pi_theta(a_i|s_i) / pi_k(a_i|s_i). The indicator enforces epsilon: a state that has moved too far
-     gives no gradient. Stopping enforces delta: the epochs over the batch end when the mean KL exceeds it.
+     The indicator stands for epsilon: a state that has moved too far gives no gradient. Stopping stands for delta: the
+     epochs over the batch end after the first that leaves the mean KL above it.
 
     python spu_continuous.py --env-id HalfCheetah-v4                        # train; everything goes to runs/
     python spu_continuous.py --env-id Hopper-v4 --track --capture-video     # with Weights & Biases and videos
@@ -24,11 +24,12 @@ import signal
 import sys
 import time
 import warnings
+from ctypes.util import find_library
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+if not (os.getenv("DISPLAY") or os.getenv("WAYLAND_DISPLAY")) and sys.platform == "linux" and find_library("EGL"):
     os.environ.setdefault("MUJOCO_GL", "egl")  # draws videos without a screen; read when mujoco is imported
 
 import gymnasium as gym
@@ -48,7 +49,7 @@ class Args:
     env_id: str = "HalfCheetah-v4"  # a gymnasium environment with continuous (Box) actions
     exp_name: str = SCRIPT  # part of the run folder's name
     seed: int = 1  # of the network, the action noise, the minibatches and (plus its index) each environment
-    total_timesteps: int = 1_000_000  # environment steps to train for, over all environments
+    total_timesteps: int = 1_000_000  # environment steps to train for, in whole batches
     # The algorithm, in the symbols of the paper's section 5.1
     lam: float = 1.3  # lambda, the temperature of the target pi_k exp(A / lambda): smaller is greedier
     epsilon: float = 0.05  # disaggregated constraint: a state whose KL exceeds epsilon gives no gradient
@@ -102,6 +103,7 @@ def check(args):
         ("total_timesteps", lambda x: x >= batch, f"at least one batch (num_envs x num_steps = {batch})"),
         ("cuda", lambda x: not x or torch.cuda.is_available(), "left out: torch sees no GPU here"),
         ("track", lambda x: not x or find_spec("wandb"), "left out, or wandb installed (`pip install wandb`)"),
+        ("capture_video", lambda x: not x or find_spec("moviepy"), "left out, or moviepy installed"),
     ]
     for names, holds, wanted in rules:
         for name in names.split():
@@ -122,9 +124,7 @@ def make_env(args, seed, draw=False):
         refuse(f"{args.env_id} has {env.action_space} actions: this script needs continuous ones, a Box of floats.")
     if not env.observation_space.is_np_flattenable:
         refuse(f"{args.env_id} has {env.observation_space} observations: wrap them so that they flatten to a vector.")
-    env = gym.wrappers.ClipAction(env) if args.clip_actions else env
-    is_vector = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1
-    return env if is_vector else gym.wrappers.FlattenObservation(env)
+    return gym.wrappers.FlattenObservation(gym.wrappers.ClipAction(env) if args.clip_actions else env)
 
 
 def update_moments(moments, x):
@@ -136,7 +136,7 @@ def update_moments(moments, x):
 
 
 def network(inputs, outputs, head_gain, orthogonal):
-    """64-64 tanh. The paper's code draws Gaussian weights and scales those into each unit to norm 1 (or head_gain)."""
+    """64-64 tanh (repeated in `Agent.actor`). As in the paper's code, a unit's weights are Gaussian of norm `gain`."""
     layers = [nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)]
     for linear in layers[::2]:
         gain = head_gain if linear is layers[-1] else math.sqrt(2) if orthogonal else 1.0
@@ -168,8 +168,7 @@ class Agent(nn.Module):
         return lambda obs: ((obs - mean) / std).clip(-5, 5).astype(np.float32)
 
     def actor(self):
-        """The policy's mean as a function of raw observations: `network` again, in numpy. For one observation at a time
-        PyTorch's time goes into being called; this halves the time of a rollout. Change the two together."""
+        """The policy's mean from raw observations: `network` again, in numpy, far quicker for a few at a time."""
         normalize = self.normalizer()
         *hidden, head = [(m.weight.detach().cpu().numpy().T, m.bias.detach().cpu().numpy()) for m in self.policy[::2]]
 
@@ -198,10 +197,10 @@ def spu_loss(kl, ratio, advantages, lam, epsilon, kl_term=True):
     return ((kl_term * kl - ratio * advantages / lam) * accepted).mean()
 
 
-def gae(rewards, values, next_values, terminated, ended, gamma, gae_lambda):
-    """Generalised advantages; all arrays are (num_steps, num_envs). next_values[t] belongs to the observation that step
-    t led to, at an episode's end its own last one: worth nothing if terminal, its value if only time ran out."""
-    td_errors = rewards + gamma * next_values * ~terminated - values
+def gae(rewards, values, next_values, worthless, ended, gamma, gae_lambda):
+    """Generalised advantages; all arrays are (num_steps, num_envs). next_values[t] is that of the observation that step
+    t led to: an episode's last one, never the next one's first. Where it is terminal, it is worthless."""
+    td_errors = rewards + gamma * next_values * ~worthless - values
     advantages, decay, advantage = np.zeros_like(td_errors), gamma * gae_lambda * ~ended, 0.0
     for t in reversed(range(len(rewards))):
         advantages[t] = advantage = td_errors[t] + decay[t] * advantage
@@ -209,7 +208,7 @@ def gae(rewards, values, next_values, terminated, ended, gamma, gae_lambda):
 
 
 def losses(params, agent, batch, old_log_std, args):
-    """The loss of the agent with these parameters on these samples, and its two parts."""
+    """The loss on these samples as a function of the parameters (the agent gives only the form), and its two parts."""
     obs, actions, advantages, value_targets, old_mean = batch
     mean, log_std, values = torch.func.functional_call(agent, params, (obs,))
     kl = gaussian_kl(mean, log_std, old_mean, old_log_std)
@@ -220,31 +219,31 @@ def losses(params, agent, batch, old_log_std, args):
     return policy_loss + value_loss, (policy_loss, value_loss)
 
 
-def minibatch_step(params, adam, learning_rate, agent, batch, old_log_std, args):
+def minibatch_step(params, adam, rate, agent, batch, old_log_std, args):
     """Loss, gradient and Adam (betas 0.9 and 0.999, eps 1e-5) in one function, so that it compiles to one graph."""
     gradient, _ = torch.func.grad(losses, has_aux=True)(params, agent, batch, old_log_std, args)
     t = adam["step"].add_(1)
     for name, g in gradient.items():
-        mean, square = adam["mean." + name].lerp_(g, 1 - 0.9), adam["square." + name].lerp_(g * g, 1 - 0.999)
-        params[name].sub_(learning_rate * mean / (1 - 0.9**t) / ((square / (1 - 0.999**t)).sqrt() + 1e-5))
+        m, v = adam["m." + name].lerp_(g, 1 - 0.9), adam["v." + name].lerp_(g * g, 1 - 0.999)
+        params[name].sub_(rate * m / (1 - 0.9**t) / ((v / (1 - 0.999**t)).sqrt() + 1e-5))
 
 
 def try_compile(params, adam, *rest):
     """The minibatch step compiled, and tried on copies; where that fails, a word about it and the step as it is."""
     tqdm.write("Compiling the update: half a minute the first time, then seconds. (--no-compile does without.)")
-    # Shapes never change during a run, so the checks before every call can go: they take a quarter of its time.
-    options = {"cpp_wrapper": True, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-    compiled = torch.compile(minibatch_step, fullgraph=True, options=options)
     try:
+        options = {"cpp_wrapper": True, "cpp.use_decompose_tanh": True}  # tanh from exp: faster, equal but for rounding
+        options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe  # no checks per call: shapes never change
+        compiled = torch.compile(minibatch_step, fullgraph=True, options=options)
         compiled(*copy.deepcopy((params, adam)), *rest)
         return compiled
     except Exception as error:
-        tqdm.write(f"It does not compile here, so training goes on more slowly: {str(error).strip().splitlines()[0]}")
+        tqdm.write(f"It does not compile here, so training is slower: {type(error).__name__}: {error}".splitlines()[0])
         return minibatch_step
 
 
 def play(agent, args, episodes, video=None):
-    """Whole episodes with the mean action, in words; video, a path without its ending, films the first of them."""
+    """Play whole episodes with the mean action and return a sentence about them; video is where to film the first."""
     env, act, returns = make_env(args, args.seed, draw=video is not None), agent.actor(), []
     if video:
         env = gym.wrappers.RecordVideo(env, str(video.parent), lambda episode: episode == 0, name_prefix=video.name)
@@ -256,8 +255,7 @@ def play(agent, args, episodes, video=None):
             ended, total = terminated or truncated, total + float(reward)
         returns.append(total)
     env.close()
-    text = f"return {np.mean(returns):.1f} ± {np.std(returns):.1f} over {episodes} episodes with the mean action"
-    return text + f", filmed in {video}-episode-0.mp4" if video else text
+    return f"return {np.mean(returns):.1f} ± {np.std(returns):.1f} over {episodes} episodes with the mean action"
 
 
 def save(data, path):
@@ -278,22 +276,23 @@ def load(path):
 
 def main():
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    given = {word.split("=")[0].replace("_", "-") for word in sys.argv[1:] if word.startswith("--")}
-    warnings.filterwarnings("ignore", message=".*(is out of date|render_modes|pickle protocol).*")  # noise
+    given = {word.split("=")[0].replace("_", "-") for word in sys.argv[1:] if word.startswith("--")}  # not by default
+    warnings.filterwarnings("ignore", message=".*(is out of date|render_modes|pickle protocol|Overwriting).*")
     mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text, file=sys.stderr))
     torch.set_num_threads(1)  # networks this small gain nothing from more
 
     # ---- Set up, from the options or from a saved file
-    saved, iteration, last_returns, now = None, 0, [], time.strftime("%Y%m%d-%H%M%S")
-    if args.resume:
+    saved, iteration, last_returns, now = None, 0, [], f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    if args.resume is not None:
         if extra := given - {"--resume", "--total-timesteps"}:
             refuse(f"--resume takes its options from the checkpoint: leave out {' '.join(sorted(extra))}.")
         run_dir, total_timesteps = Path(args.resume), args.total_timesteps
         saved, args = load(run_dir / "checkpoint.pt")
         args.total_timesteps = total_timesteps if "--total-timesteps" in given else args.total_timesteps
-    elif args.evaluate:
+    elif args.evaluate is not None:
         saved, trained = load(args.evaluate)
-        args.env_id, args.clip_actions = args.env_id if "--env-id" in given else trained.env_id, trained.clip_actions
+        args.clip_actions = trained.clip_actions
+        args.env_id = args.env_id if "--env-id" in given else trained.env_id
     check(args)
     batch_size, device = args.num_envs * args.num_steps, "cuda" if args.cuda else "cpu"
     num_iterations = args.total_timesteps // batch_size
@@ -305,11 +304,13 @@ def main():
         if any(saved["agent"][name].shape != tensor.shape for name, tensor in agent.state_dict().items()):
             refuse(f"The saved agent does not fit {args.env_id}: its observations or actions have another size.")
         agent.load_state_dict(saved["agent"])
-    if args.evaluate:
+    if args.evaluate is not None:
         video = Path(args.evaluate).parent / "videos" / f"evaluation-{now}" if args.capture_video else None
-        return print(f"{args.env_id}: {play(agent, args, args.eval_episodes, video)}")
+        film = f", filmed in {video}-episode-0.mp4" if video else ""
+        print(f"{args.env_id}: {play(agent, args, args.eval_episodes, video)}{film}")
+        return
     params = {name: p.detach() for name, p in agent.named_parameters()}  # the agent's own memory, updated in place
-    adam = {f"{moment}.{name}": torch.zeros_like(p) for moment in ("mean", "square") for name, p in params.items()}
+    adam = {f"{moment}.{name}": torch.zeros_like(p) for moment in ("m", "v") for name, p in params.items()}
     adam["step"] = torch.zeros((), device=device)
     if saved:
         iteration, last_returns = saved["iteration"], saved["last_returns"]
@@ -320,15 +321,15 @@ def main():
         for env, state in zip(envs, saved["env_rng"]):
             env.unwrapped.np_random.bit_generator.state = state
     else:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{now}-{os.getpid()}"
-        run_dir = Path("runs") / name.replace("/", "-").replace(":", "-")
+        run_dir = Path("runs") / f"{args.env_id}__{args.exp_name}__{args.seed}__{now}".replace("/", "-")
     writer = SummaryWriter(str(run_dir), purge_step=iteration * batch_size + 1 if saved else None)
     writer.add_text("hyperparameters", "\n".join(f"    {key}: {value}" for key, value in vars(args).items()), iteration)
     if args.track:
         import wandb
 
         where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "dir": str(run_dir)}
-        wandb.init(**where, id=run_dir.resolve().name, resume="allow", config=vars(args))
+        name = run_dir.resolve().name.replace(":", "-")
+        wandb.init(**where, id=name, name=name, resume="allow", config=vars(args))
         wandb.define_metric("*", step_metric="global_step")
 
     def log(values, global_step):
@@ -340,19 +341,18 @@ def main():
     shape = (args.num_steps, args.num_envs)
     obs, next_obs = np.zeros((2, *shape, obs_size))
     actions, (rewards, so_far) = np.zeros((*shape, len(agent.log_std)), np.float32), np.zeros((2, *shape))
-    terminated, truncated, ended = np.zeros((3, *shape), bool)
-    current, starting = np.zeros((args.num_envs, obs_size)), range(args.num_envs)
+    terminated, truncated, ended = np.ones((3, *shape), bool)
     episode_return, episode_length = np.zeros((2, args.num_envs))
-    step = None if args.compile else minibatch_step
-    stop = []  # Ctrl-C, or a scheduler's SIGTERM, ends the run after the iteration; a second one ends it at once
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: stop.append(signal.signal(number, signal.SIG_DFL)))
-    go_on = f"To go on from the last checkpoint: python {SCRIPT}.py --resume {run_dir}"
+    update = None if args.compile else minibatch_step
+    stop = []  # Ctrl-C ends the run after the current iteration; a second one ends it at once
+    signal.signal(signal.SIGINT, lambda *_: (stop.append(True), signal.signal(signal.SIGINT, signal.SIG_DFL)))
+    go_on = f"To go on from the last checkpoint: python {sys.argv[0]} --resume {run_dir}"
     bar = tqdm(total=num_iterations * batch_size, initial=iteration * batch_size, unit=" steps", unit_scale=True)
     while True:
         # ---- Checkpoint: at the start, every few iterations, and at the end
-        finished, global_step, iteration_start = iteration == num_iterations, iteration * batch_size, time.time()
-        if finished or stop or iteration % args.checkpoint_every == 0:
+        global_step, iteration_start, finished = iteration * batch_size, time.time(), iteration == num_iterations
+        leaving = finished or len(stop) > 0
+        if leaving or iteration % args.checkpoint_every == 0:
             writer.flush()
             data = {"script": SCRIPT, "args": vars(args), "agent": agent.state_dict()}
             if finished:
@@ -360,56 +360,55 @@ def main():
             data |= {"adam": adam, "iteration": iteration, "last_returns": last_returns}
             data |= {"env_rng": [env.unwrapped.np_random.bit_generator.state for env in envs]}
             save(data | {"torch_rng": torch.get_rng_state()}, run_dir / "checkpoint.pt")
-        if finished or stop:
+        if leaving:
             break
 
         # ---- Collect a batch with pi_k. Acting needs no values: they are computed below, all at once
         act, noise = agent.actor(), (torch.randn(actions.shape) * agent.log_std.detach().cpu().exp()).numpy()
         for t in range(args.num_steps):
-            for i in starting:  # late, not at the end of the last episode: so a checkpoint in between resumes exactly
-                current[i], _ = envs[i].reset()
-            obs[t], actions[t] = current, act(current) + noise[t]
+            obs[t] = next_obs[t - 1]  # row -1 is still that of the last batch
+            for i in np.flatnonzero(ended[t - 1]):  # reset only now: a checkpoint between episodes precedes the draw
+                obs[t, i], _ = envs[i].reset()
+            actions[t] = act(obs[t]) + noise[t]
             for i, env in enumerate(envs):
                 action = actions[t, i].astype(action_space.dtype).reshape(action_space.shape)
-                current[i], rewards[t, i], terminated[t, i], truncated[t, i], _ = env.step(action)
-            if args.normalize_rewards:  # the discounted return so far; row -1 is still that of the last batch
-                so_far[t] = args.gamma * so_far[t - 1] * ~ended[t - 1] + rewards[t]
-            next_obs[t], ended[t] = current, terminated[t] | truncated[t]
-            if not math.isfinite(obs[t].sum() + current.sum() + rewards[t].sum()):
+                next_obs[t, i], rewards[t, i], terminated[t, i], truncated[t, i], _ = env.step(action)
+            if not math.isfinite(obs[t].sum() + next_obs[t].sum() + rewards[t].sum()):
                 sys.exit(f"\n{args.env_id} gave a NaN or an infinity. {go_on}")
-            episode_return, episode_length = episode_return + rewards[t], episode_length + 1
-            for i in (starting := np.flatnonzero(ended[t])):
+            going = ~ended[t - 1]  # the return, the length and the discounted return so far of each episode under way:
+            episode_return, episode_length = going * episode_return + rewards[t], going * episode_length + 1
+            so_far[t] = args.gamma * going * so_far[t - 1] + rewards[t]
+            ended[t] = terminated[t] | truncated[t]
+            for i in np.flatnonzero(ended[t]):
                 last_returns = [*last_returns[-99:], float(episode_return[i])]
-                charts = {"charts/episodic_return": episode_return[i], "charts/episodic_length": episode_length[i]}
-                log(charts, global_step + t * args.num_envs + i + 1)
-                episode_return[i], episode_length[i] = 0, 0
+                scalars = {"charts/episodic_return": episode_return[i], "charts/episodic_length": episode_length[i]}
+                log(scalars, global_step + t * args.num_envs + i + 1)
 
-        # ---- Advantages and pi_k, both under the normaliser of the update, which so begins at ratio 1 and KL 0
+        # ---- Advantages, and pi_k, under the normaliser updated with this batch: the fit begins at ratio 1 and KL 0
         if args.normalize_rewards:
             agent.return_moments = update_moments(agent.return_moments, torch.tensor(so_far, device=device).view(-1, 1))
             rewards[:] = (rewards / math.sqrt(agent.return_moments[1].item() + 1e-8)).clip(-10, 10)
         agent.obs_moments = update_moments(agent.obs_moments, torch.tensor(obs, device=device).flatten(0, 1))
         inputs, next_inputs = (torch.tensor(agent.normalizer()(x), device=device) for x in (obs, next_obs))
         with torch.no_grad():
-            old_mean, old_log_std, values = (x.clone() for x in agent(inputs))
-            values, next_values = values.cpu().numpy(), agent(next_inputs)[2].cpu().numpy()
+            old_mean, old_log_std, values = (x.clone() for x in agent(inputs))  # log_std will change in place
+            values, next_values = values.cpu().numpy(), agent.value(next_inputs).squeeze(-1).cpu().numpy()
         worthless = terminated if args.bootstrap_truncation else ended
         advantages = gae(rewards, values, next_values, worthless, ended, args.gamma, args.gae_lambda)
         value_targets = advantages + values  # TD(lambda) returns
-        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # lambda is in units of this std
         batch = (inputs, actions, advantages, value_targets, old_mean)
         batch = [torch.as_tensor(x, dtype=torch.float32, device=device).flatten(0, 1) for x in batch]
 
         # ---- Fit: epochs over the batch in minibatches, until the mean KL exceeds delta (Algorithm 1)
-        annealing = 1 - iteration / num_iterations if args.anneal_lr else 1
-        learning_rate = torch.tensor(args.learning_rate * annealing, device=device)
+        rate = torch.tensor(args.learning_rate * (1 - args.anneal_lr * iteration / num_iterations), device=device)
         with torch.no_grad():
             for epochs_used in range(1, args.max_epochs + 1):
                 order = torch.randperm(batch_size).unfold(0, args.minibatch_size, args.minibatch_size).to(device)
                 for minibatch in zip(*(x[order] for x in batch)):
-                    step = step or try_compile(params, adam, learning_rate, agent, minibatch, old_log_std, args)
-                    step(params, adam, learning_rate, agent, minibatch, old_log_std, args)
-                kl = gaussian_kl(agent.policy(batch[0]), agent.log_std, batch[4], old_log_std)  # of every sample
+                    update = update or try_compile(params, adam, rate, agent, minibatch, old_log_std, args)
+                    update(params, adam, rate, agent, minibatch, old_log_std, args)
+                kl = gaussian_kl(agent.policy(inputs), agent.log_std, old_mean, old_log_std)  # in all states
                 if args.dynamic_stopping and kl.mean() > args.delta:
                     break
             _, (policy_loss, value_loss) = losses(params, agent, batch, old_log_std, args)
@@ -418,9 +417,9 @@ def main():
 
         # ---- Log
         iteration, global_step = iteration + 1, global_step + batch_size
-        charts = {
+        scalars = {
             "charts/SPS": batch_size / (time.time() - iteration_start),
-            "charts/learning_rate": learning_rate.item(),
+            "charts/learning_rate": rate.item(),
             "losses/policy_loss": policy_loss.item(),
             "losses/value_loss": value_loss.item(),
             "losses/entropy": (agent.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum().item(),
@@ -430,10 +429,10 @@ def main():
             "spu/accepted_fraction": (kl <= args.epsilon).float().mean().item(),
             "spu/epochs_used": epochs_used,
         }
-        log(charts, global_step)
+        log(scalars, global_step)
         bar.set_postfix_str(f"return {np.mean(last_returns or math.nan):.1f}, KL {kl.mean():.4f}, {epochs_used} epochs")
         bar.update(batch_size)
-        if args.capture_video and 10 * iteration % num_iterations < 10:
+        if args.capture_video and 10 * iteration % num_iterations < 10:  # another tenth is done
             video = run_dir / "videos" / f"step-{global_step}"
             play(agent, args, 1, video)
             if args.track:
@@ -443,7 +442,7 @@ def main():
         print(f"Stopped after {global_step} steps. {go_on}")
         sys.exit(130)
     print(f"{args.env_id} after {global_step} steps: {play(agent, args, args.eval_episodes)}")
-    print(f"Everything is in {run_dir}/; to watch it: python {SCRIPT}.py --evaluate {run_dir}/agent.pt --capture-video")
+    print(f"All is in {run_dir}/; to watch it: python {sys.argv[0]} --evaluate {run_dir}/agent.pt --capture-video")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ class Constant(gym.Env):
 
 
 class Odd(gym.Env):
-    """A dictionary to see and a matrix of float64 to do; 7 steps, each worth its index, and the actions must be inside."""
+    """A dictionary to see, a matrix of float64 to do, 7 steps, each worth its index; if strict, no action outside."""
 
     observation_space = Dict({"a": Box(-9, 9, (2, 2), np.float64), "b": Discrete(3), "c": Box(0, 255, (3,), np.uint8)})
     action_space = Box(-0.5, 0.5, (2, 3), np.float64)
