@@ -85,8 +85,7 @@ class Args:
     eval_episodes: int = 10  # episodes of the evaluation, at the end of training or of --evaluate
 
 
-def refuse(sentence):
-    """Bad input: one sentence, exit code 2."""
+def refuse(sentence):  # bad input
     print(f"{SCRIPT}.py: {sentence}", file=sys.stderr)
     sys.exit(2)
 
@@ -102,13 +101,12 @@ def check(args):
         ("minibatch_size", lambda x: 1 <= x <= batch, f"between 1 and the batch (num_envs x num_steps = {batch})"),
         ("total_timesteps", lambda x: x >= batch, f"at least one batch (num_envs x num_steps = {batch})"),
         ("cuda", lambda x: not x or torch.cuda.is_available(), "left out: torch sees no GPU here"),
-        ("track", lambda x: not x or find_spec("wandb"), "left out, or wandb installed (`pip install wandb`)"),
+        ("track", lambda x: not x or find_spec("wandb"), "left out, or wandb installed: `pip install wandb`"),
         ("capture_video", lambda x: not x or find_spec("moviepy"), "left out, or moviepy installed"),
     ]
     for names, holds, wanted in rules:
-        for name in names.split():
-            if not holds(getattr(args, name)):
-                refuse(f"--{name.replace('_', '-')} must be {wanted}; it is {getattr(args, name)}.")
+        for name in (name for name in names.split() if not holds(getattr(args, name))):
+            refuse(f"--{name.replace('_', '-')} must be {wanted}; it is {getattr(args, name)}.")
 
 
 def make_env(args, seed, draw=False):
@@ -170,15 +168,8 @@ class Agent(nn.Module):
     def actor(self):
         """The policy's mean from raw observations: `network` again, in numpy, far quicker for a few at a time."""
         normalize = self.normalizer()
-        *hidden, head = [(m.weight.detach().cpu().numpy().T, m.bias.detach().cpu().numpy()) for m in self.policy[::2]]
-
-        def act(obs):
-            x = normalize(obs)
-            for weight, bias in hidden:
-                x = np.tanh(x @ weight + bias)
-            return x @ head[0] + head[1]
-
-        return act
+        (w1, b1), (w2, b2), (w3, b3) = [[p.detach().cpu().numpy().T for p in m.parameters()] for m in self.policy[::2]]
+        return lambda obs: np.tanh(np.tanh(normalize(obs) @ w1 + b1) @ w2 + b2) @ w3 + b3
 
 
 def gaussian_log_prob(actions, mean, log_std):
@@ -255,13 +246,13 @@ def play(agent, args, episodes, video=None):
             ended, total = terminated or truncated, total + float(reward)
         returns.append(total)
     env.close()
-    return f"return {np.mean(returns):.1f} ± {np.std(returns):.1f} over {episodes} episodes with the mean action"
+    film = f", filmed in {video}-episode-0.mp4" if video else ""
+    return f"return {np.mean(returns):.1f} ± {np.std(returns):.1f} over {episodes} episodes with the mean action{film}"
 
 
 def save(data, path):
-    """Write beside the file, then replace it: there is a whole file at any moment."""
     torch.save(data, f"{path}.tmp")
-    os.replace(f"{path}.tmp", path)
+    os.replace(f"{path}.tmp", path)  # at once: there is a whole file at any moment
 
 
 def load(path):
@@ -280,7 +271,6 @@ def main():
     warnings.filterwarnings("ignore", message=".*(is out of date|render_modes|pickle protocol|Overwriting).*")
     mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text, file=sys.stderr))
     torch.set_num_threads(1)  # networks this small gain nothing from more
-
     # ---- Set up, from the options or from a saved file
     saved, iteration, last_returns, now = None, 0, [], f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     if args.resume is not None:
@@ -306,8 +296,7 @@ def main():
         agent.load_state_dict(saved["agent"])
     if args.evaluate is not None:
         video = Path(args.evaluate).parent / "videos" / f"evaluation-{now}" if args.capture_video else None
-        film = f", filmed in {video}-episode-0.mp4" if video else ""
-        print(f"{args.env_id}: {play(agent, args, args.eval_episodes, video)}{film}")
+        print(f"{args.env_id}: {play(agent, args, args.eval_episodes, video)}")
         return
     params = {name: p.detach() for name, p in agent.named_parameters()}  # the agent's own memory, updated in place
     adam = {f"{moment}.{name}": torch.zeros_like(p) for moment in ("m", "v") for name, p in params.items()}
@@ -362,7 +351,6 @@ def main():
             save(data | {"torch_rng": torch.get_rng_state()}, run_dir / "checkpoint.pt")
         if leaving:
             break
-
         # ---- Collect a batch with pi_k. Acting needs no values: they are computed below, all at once
         act, noise = agent.actor(), (torch.randn(actions.shape) * agent.log_std.detach().cpu().exp()).numpy()
         for t in range(args.num_steps):
@@ -375,15 +363,14 @@ def main():
                 next_obs[t, i], rewards[t, i], terminated[t, i], truncated[t, i], _ = env.step(action)
             if not math.isfinite(obs[t].sum() + next_obs[t].sum() + rewards[t].sum()):
                 sys.exit(f"\n{args.env_id} gave a NaN or an infinity. {go_on}")
-            going = ~ended[t - 1]  # the return, the length and the discounted return so far of each episode under way:
-            episode_return, episode_length = going * episode_return + rewards[t], going * episode_length + 1
-            so_far[t] = args.gamma * going * so_far[t - 1] + rewards[t]
+            episode_return = ~ended[t - 1] * episode_return + rewards[t]
+            episode_length = ~ended[t - 1] * episode_length + 1
+            so_far[t] = args.gamma * ~ended[t - 1] * so_far[t - 1] + rewards[t]  # the discounted return so far
             ended[t] = terminated[t] | truncated[t]
             for i in np.flatnonzero(ended[t]):
                 last_returns = [*last_returns[-99:], float(episode_return[i])]
                 scalars = {"charts/episodic_return": episode_return[i], "charts/episodic_length": episode_length[i]}
                 log(scalars, global_step + t * args.num_envs + i + 1)
-
         # ---- Advantages, and pi_k, under the normaliser updated with this batch: the fit begins at ratio 1 and KL 0
         if args.normalize_rewards:
             agent.return_moments = update_moments(agent.return_moments, torch.tensor(so_far, device=device).view(-1, 1))
@@ -399,7 +386,6 @@ def main():
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # lambda is in units of this std
         batch = (inputs, actions, advantages, value_targets, old_mean)
         batch = [torch.as_tensor(x, dtype=torch.float32, device=device).flatten(0, 1) for x in batch]
-
         # ---- Fit: epochs over the batch in minibatches, until the mean KL exceeds delta (Algorithm 1)
         rate = torch.tensor(args.learning_rate * (1 - args.anneal_lr * iteration / num_iterations), device=device)
         with torch.no_grad():
@@ -414,7 +400,6 @@ def main():
             _, (policy_loss, value_loss) = losses(params, agent, batch, old_log_std, args)
         if not math.isfinite(policy_loss + value_loss + kl.mean()):
             sys.exit(f"\nThe loss became NaN or infinite. {go_on}")
-
         # ---- Log
         iteration, global_step = iteration + 1, global_step + batch_size
         scalars = {

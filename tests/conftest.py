@@ -11,7 +11,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parent.parent
-CONTINUOUS = ["spu_continuous"]  # the scripts for continuous actions, which must all behave alike
+CONTINUOUS = [
+    "spu_continuous",
+    "spu_linf",
+    "spu_reverse_kl",
+]  # the scripts for continuous actions, which must all behave alike
 QUICK = ["--no-compile", "--eval-episodes", "2"]  # most tests are about something else than speed
 
 

@@ -77,7 +77,8 @@ def test_an_evaluated_agent_can_be_filmed_without_a_screen(tmp_path):
     assert len(frames) > 3 and frames[0].std() > 10  # something is to be seen
 
 
-def test_same_seed_same_run_and_another_seed_another(tmp_path, script):
+def test_same_seed_same_run_and_another_seed_another(tmp_path):
+    script = "spu_continuous"
     folders = {}
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         (tmp_path / name).mkdir()
@@ -114,7 +115,8 @@ def test_killed_five_times_and_resumed_is_the_uninterrupted_run(tmp_path, script
     assert_same_run(tmp_path / "whole" / "runs" / run_dir(tmp_path / "whole").name, folder)
 
 
-def test_ctrl_c_writes_a_checkpoint_and_says_how_to_resume(tmp_path, script):
+def test_ctrl_c_writes_a_checkpoint_and_says_how_to_resume(tmp_path):
+    script = "spu_continuous"
     process = subprocess.Popen(
         command(script, *PENDULUM, "--total-timesteps", 1_000_000, "--checkpoint-every", 1000),
         cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -133,7 +135,8 @@ def test_ctrl_c_writes_a_checkpoint_and_says_how_to_resume(tmp_path, script):
     run(script, *resume, "--total-timesteps", 200 * (iteration + 1), cwd=tmp_path)
 
 
-def test_a_finished_run_can_be_carried_on(tmp_path, script):
+def test_a_finished_run_can_be_carried_on(tmp_path):
+    script = "spu_continuous"
     options = [*PENDULUM, "--no-anneal-lr"]
     for name, steps in (("long", 1200), ("short", 600)):
         (tmp_path / name).mkdir()
@@ -147,7 +150,8 @@ def test_a_finished_run_can_be_carried_on(tmp_path, script):
     assert_same_run(long, short)
 
 
-def test_tracking_works_offline_with_videos(tmp_path, script):
+def test_tracking_works_offline_with_videos(tmp_path):
+    script = "spu_continuous"
     run(script, *PENDULUM, "--total-timesteps", 400, "--track", "--capture-video", cwd=tmp_path)
     (offline,) = run_dir(tmp_path).glob("wandb/offline-run-*")
     assert len(list(offline.glob("files/media/videos/*.mp4"))) == len(list(run_dir(tmp_path).glob("videos/*.mp4"))) == 2
@@ -155,7 +159,8 @@ def test_tracking_works_offline_with_videos(tmp_path, script):
     assert b"spu/kl_mean" in record and b"charts/episodic_return" in record
 
 
-def test_without_a_compiler_it_trains_the_same_numbers_eagerly(tmp_path, script):
+def test_without_a_compiler_it_trains_the_same_numbers_eagerly(tmp_path):
+    script = "spu_continuous"
     for name, options in (("eager", ["--no-compile"]), ("none", [])):
         (tmp_path / name).mkdir()
         wanted = [option for option in PENDULUM if option != "--no-compile"]
@@ -167,7 +172,8 @@ def test_without_a_compiler_it_trains_the_same_numbers_eagerly(tmp_path, script)
     assert_same_run(run_dir(tmp_path / "eager"), run_dir(tmp_path / "none"))
 
 
-def test_the_update_begins_at_ratio_one_and_kl_zero(tmp_path, script):
+def test_the_update_begins_at_ratio_one_and_kl_zero(tmp_path):
+    script = "spu_continuous"
     """With no learning to speak of, KL is 0 in all states; and the loss, -mean(ratio A)/lambda, is 0 only at ratio 1,
     since the mean of the normalised A is 0. Hopper's normaliser changes a lot between its first batches."""
     options = ["--env-id", "Hopper-v4", "--total-timesteps", 6144, "--max-epochs", 1, "--learning-rate", 1e-30, *QUICK]
@@ -190,7 +196,8 @@ def test_dynamic_stopping_stops_and_acceptance_accepts(tmp_path):
     assert all(fraction == 1 for fraction in values(folders["stop"], "spu/accepted_fraction"))
 
 
-def test_a_time_limit_is_not_death(tmp_path, script):
+def test_a_time_limit_is_not_death(tmp_path):
+    script = "spu_continuous"
     """Reward 1 for ever, cut into episodes of 5 steps, gamma 0.8: a state is worth 5, or at most 3.4 if time kills."""
     options = ["--env-id", "toy_envs:Constant-v0", "--gamma", 0.8, "--num-steps", 100, "--total-timesteps", 6000]
     options += ["--minibatch-size", 25, "--learning-rate", 0.01, "--max-epochs", 5, *QUICK]
@@ -207,7 +214,8 @@ def test_a_time_limit_is_not_death(tmp_path, script):
 
 
 @pytest.mark.parametrize("env_id, options", [("Odd-v0", []), ("Strict-v0", ["--clip-actions"])])
-def test_dictionaries_to_see_and_matrices_to_do(tmp_path, script, env_id, options):
+def test_dictionaries_to_see_and_matrices_to_do(tmp_path, env_id, options):
+    script = "spu_continuous"
     options = [*options, "--num-envs", 3, "--num-steps", 50, "--total-timesteps", 300, "--max-epochs", 2, *QUICK]
     run(script, "--env-id", f"toy_envs:{env_id}", *options, cwd=tmp_path)
     scalars = events(run_dir(tmp_path))
@@ -217,7 +225,8 @@ def test_dictionaries_to_see_and_matrices_to_do(tmp_path, script, env_id, option
 
 
 @pytest.mark.parametrize("what", ["nan", "inf", "reward", "overflow"])
-def test_nan_or_infinity_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, script, what):
+def test_nan_or_infinity_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, what):
+    script = "spu_continuous"
     options = ["--num-steps", 200, "--total-timesteps", 20_000, "--max-epochs", 2, "--checkpoint-every", 1, *QUICK]
     done = run(script, "--env-id", f"toy_envs:Broken-{what}-v0", *options, cwd=tmp_path, code=1)
     assert "NaN" in done.stderr and "--resume" in done.stderr and "Traceback" not in done.stderr

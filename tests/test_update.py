@@ -9,6 +9,10 @@ import pytest
 import torch
 from conftest import CONTINUOUS
 
+import spu_continuous
+import spu_linf
+import spu_reverse_kl
+
 OBS, ACTIONS = 5, 3
 
 
@@ -132,50 +136,84 @@ def test_gaussian_kl_and_log_prob_are_those_of_torch_distributions(spu):
     torch.testing.assert_close(spu.gaussian_log_prob(actions, mean, log_std), new.log_prob(actions))
 
 
-def test_a_state_past_epsilon_gives_no_gradient(spu):
+def test_a_state_past_epsilon_gives_no_gradient():
     kl = torch.tensor([0.01, 0.05, 0.2], requires_grad=True)
     ratio = torch.tensor([1.1, 0.9, 1.5], requires_grad=True)
     advantages = torch.tensor([1.0, -2.0, 3.0])
-    spu.spu_loss(kl, ratio, advantages, lam=2.0, epsilon=0.05).backward()
+    spu_continuous.spu_loss(kl, ratio, advantages, lam=2.0, epsilon=0.05).backward()
     torch.testing.assert_close(kl.grad, torch.tensor([1.0, 1.0, 0.0]) / 3)
     torch.testing.assert_close(ratio.grad, torch.tensor([-0.5, 1.0, 0.0]) / 3)
 
 
-def test_without_the_kl_term_or_acceptance_their_part_is_gone(spu):
+def test_without_the_kl_term_or_acceptance_their_part_is_gone():
     kl, ratio = torch.tensor([0.01, 0.2], requires_grad=True), torch.tensor([1.1, 1.5], requires_grad=True)
-    spu.spu_loss(kl, ratio, torch.ones(2), lam=1.0, epsilon=math.inf, kl_term=False).backward()
+    spu_continuous.spu_loss(kl, ratio, torch.ones(2), lam=1.0, epsilon=math.inf, kl_term=False).backward()
     assert not kl.grad.any() and (ratio.grad == -0.5).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"kl_term": False}, {"per_state_acceptance": False}, {"epsilon": 0.04}])
-def test_a_step_is_autograd_and_torch_adam(spu, options):
+def test_the_backward_kl_decides_acceptance_in_spu_reverse_kl():
+    kl, ratio = torch.tensor([9.0, 0.01], requires_grad=True), torch.tensor([1.1, 1.5], requires_grad=True)
+    backward_kl = torch.tensor([0.01, 9.0])
+    spu_reverse_kl.spu_loss(kl, backward_kl, ratio, torch.tensor([3.0, 4.0]), accept=0.03).backward()
+    assert kl.grad.tolist() == [0.5, 0.0] and ratio.grad.tolist() == [-1.5, 0.0]
+
+
+def forward_loss(kl, backward_kl, ratio, third, old_log_prob, args):
+    accepted = kl.detach() <= args.epsilon if args.per_state_acceptance else 1.0
+    return ((kl if args.kl_term else 0) - ratio * third / args.lam) * accepted
+
+
+def backward_loss(kl, backward_kl, ratio, third, old_log_prob, args):
+    accepted = backward_kl.detach() <= args.accept if args.per_state_acceptance else 1.0
+    return ((kl if args.kl_term else 0) - ratio * third) * accepted
+
+
+def squared_error(kl, backward_kl, ratio, third, old_log_prob, args):
+    if args.probabilities:
+        return ((ratio - third) * old_log_prob.exp()) ** 2
+    return (ratio - third) ** 2
+
+
+STEPS = [
+    (spu_continuous, forward_loss, {}),
+    (spu_continuous, forward_loss, {"kl_term": False}),
+    (spu_continuous, forward_loss, {"per_state_acceptance": False}),
+    (spu_continuous, forward_loss, {"epsilon": 0.04}),
+    (spu_reverse_kl, backward_loss, {"accept": 0.05}),
+    (spu_reverse_kl, backward_loss, {"kl_term": False, "per_state_acceptance": False}),
+    (spu_linf, squared_error, {}),
+    (spu_linf, squared_error, {"probabilities": True}),
+]
+
+
+@pytest.mark.parametrize("spu, policy_loss, options", STEPS)
+def test_a_step_is_autograd_and_torch_adam(spu, policy_loss, options):
     """Independent of functional_call, torch.func.grad and the Adam written out: modules, distributions, optim.Adam."""
     args = spu.Args(**options)
     agent, params, adam = new_state(spu, torch.float64)
     reference = copy.deepcopy(agent)
-    optimizer = torch.optim.Adam(reference.parameters(), lr=float(torch.tensor(0.01)), eps=1e-5)
+    rate = torch.tensor(0.01, dtype=torch.float64)
+    optimizer = torch.optim.Adam(reference.parameters(), lr=rate.item(), eps=1e-5)
     old_log_std = torch.full((ACTIONS,), 0.1)
     for seed in range(20):
         batch = [x.double() for x in random_batch(16, seed)]
-        spu.minibatch_step(params, adam, torch.tensor(0.01).to(torch.float64), agent, batch, old_log_std, args)
-        obs, actions, advantages, targets, old_mean = batch
+        spu.minibatch_step(params, adam, rate, agent, batch, old_log_std, args)
+        obs, actions, third, targets, old_mean = batch
         new, old = gaussian(reference.policy(obs), reference.log_std), gaussian(old_mean, old_log_std)
-        kl, ratio = (
-            torch.distributions.kl_divergence(new, old),
-            new.log_prob(actions).exp() / old.log_prob(actions).exp(),
-        )
-        policy_loss = (kl if args.kl_term else 0) - ratio * advantages / args.lam
-        accepted = kl.detach() <= args.epsilon if args.per_state_acceptance else torch.ones(16)
+        kl, backward_kl = (torch.distributions.kl_divergence(*pair) for pair in ((new, old), (old, new)))
+        ratio = new.log_prob(actions).exp() / old.log_prob(actions).exp()
         optimizer.zero_grad()
-        ((policy_loss * accepted).mean() + (reference.value(obs).squeeze(-1) - targets).square().mean()).backward()
+        value_loss = (reference.value(obs).squeeze(-1) - targets).square().mean()
+        (policy_loss(kl, backward_kl, ratio, third, old.log_prob(actions), args).mean() + value_loss).backward()
         optimizer.step()
     for p, q in zip(agent.parameters(), reference.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
     assert agent.log_std.any()
 
 
-@pytest.mark.parametrize("minibatch_size", [64, 37])
-def test_compiled_and_eager_steps_agree(spu, minibatch_size):
+@pytest.mark.parametrize("name, minibatch_size", [*((name, 64) for name in CONTINUOUS), ("spu_continuous", 37)])
+def test_compiled_and_eager_steps_agree(name, minibatch_size):
+    spu = importlib.import_module(name)
     args, batches = spu.Args(), [random_batch(minibatch_size, seed) for seed in range(30)]
     rate, old_log_std = torch.tensor(3e-4), torch.zeros(ACTIONS)
     agents = []
