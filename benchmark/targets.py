@@ -1,0 +1,84 @@
+"""The picture of section 5: how the three constraints reshape one policy in one state, at equal constraint size.
+
+    python benchmark/targets.py        # writes benchmark/results/targets.png
+
+The policy is a standard Gaussian over one action and the advantage a smooth function of that action, with mean 0 and
+variance 1 under the policy. The targets are solved by the scripts' own functions. Their constraints measure different
+things, so they are made equal to second order, where KL(pi || pi_k) = KL(pi_k || pi) = E[(ratio - 1)^2] / 2.
+"""
+
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import spu_linf
+import spu_reverse_kl
+
+SIZE, EPSILON = 0.1, 0.6  # the constraint, and the clip of the L-infinity target
+COLORS = {"forward KL": "#1b6ca8", "backward KL": "#c8553d", "L-infinity": "#3c8d40"}
+
+
+def policy_and_advantage(points=4001):
+    """pi_k as weights on a fine grid of actions, and A normalised under it."""
+    actions = np.linspace(-5, 5, points)
+    pi_k = np.exp(-(actions**2) / 2)
+    pi_k /= pi_k.sum()
+    advantages = np.tanh(1.5 * (actions - 0.3)) - 0.35 * (actions - 0.8) ** 2  # best at a moderate action to the right
+    advantages -= pi_k @ advantages
+    return actions, pi_k, advantages / np.sqrt(pi_k @ advantages**2)
+
+
+def targets(pi_k, advantages, size=SIZE, epsilon=EPSILON):
+    """The ratio pi*/pi_k of each constraint, as a function of the advantage, and at the given advantages."""
+    low, high = 1e-3, 1e3
+    for _ in range(100):  # forward KL: the lambda at which KL(pi* || pi_k) is the constraint's size
+        lam = np.sqrt(low * high)
+        ratio = np.exp(advantages / lam) / (pi_k @ np.exp(advantages / lam))
+        low, high = (lam, high) if pi_k @ (ratio * np.log(ratio)) > size else (low, lam)
+    partition = pi_k @ np.exp(advantages / lam)
+    lam_backward, lam_prime = spu_reverse_kl.solve_multipliers(advantages, size, weights=pi_k)
+    # The sum over samples becomes an expectation: as many samples of each action as pi_k says.
+    sample = np.repeat(advantages, np.round(pi_k / pi_k.max() * 100).astype(int))
+    slope = spu_linf.solve_lambda(sample, epsilon, 2 * size * len(sample))
+    return {
+        "forward KL": lambda a: np.exp(a / lam) / partition,
+        "backward KL": lambda a: np.where(a < lam_prime, lam_backward / np.maximum(lam_prime - a, 1e-9), np.nan),
+        "L-infinity": lambda a: spu_linf.target_ratios(a, slope, epsilon),
+    }, lam_prime
+
+
+def main():
+    actions, pi_k, advantages = policy_and_advantage()
+    ratios, lam_prime = targets(pi_k, advantages)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), constrained_layout=True)
+    grid = np.linspace(advantages[pi_k > 1e-3 * pi_k.max()].min(), advantages.max(), 500)
+    for name, ratio in ratios.items():
+        left.plot(grid, ratio(grid), color=COLORS[name], lw=2, label=name)
+        right.plot(actions, ratio(advantages) * pi_k / (actions[1] - actions[0]), color=COLORS[name], lw=2, label=name)
+    left.axhline(1, color="0.7", lw=1, zorder=0)
+    left.axvline(lam_prime, color=COLORS["backward KL"], lw=1, ls=":")
+    left.text(lam_prime, 0.05, " λ′", color=COLORS["backward KL"])
+    left.set(xlabel="advantage A", ylabel="target ratio π*/π$_k$", ylim=(0, 2.6), xlim=(-4, lam_prime + 0.4))
+    left.set_title("exponential, hyperbolic, clipped-linear")
+    right.plot(actions, pi_k / (actions[1] - actions[0]), color="0.3", lw=1.5, ls="--", label="π$_k$")
+    scaled = advantages / 12
+    right.plot(actions, scaled, color="0.75", lw=1, label="A (scaled)")
+    right.set(xlabel="action a", ylabel="density", xlim=(-3, 3), ylim=(-0.25, 0.75))
+    right.set_title("what they make of the same policy")
+    right.legend(frameon=False, fontsize=9)
+    left.legend(frameon=False, fontsize=9)
+    path = ROOT / "benchmark" / "results" / "targets.png"
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=130)
+    print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
