@@ -4,10 +4,11 @@ SPU (Vuong, Zhang and Ross, ICLR 2019) is PPO with another update. From the curr
   1. Solve. Over the ratios r_i = pi(a_i|s_i) / pi_k(a_i|s_i) at the samples, maximise sum_i A_i r_i subject to
      |r_i - 1| <= epsilon, which is what PPO's clipping is after, and sum_i (r_i - 1)^2 <= delta. By Theorem 3:
          r*_i = clip(1 + lambda A_i, 1 - epsilon, 1 + epsilon)
-     (lambda follows from delta, see `solve_lambda`; the paper makes it a hyper-parameter instead).
+     (lambda follows from delta, with --delta; by default, as in the paper, it is a hyper-parameter instead).
   2. Fit. The network is trained on the batch to lower mean_i (r_i - r*_i)^2. PPO's clipped objective lets go of a ratio
      past the clip; this one pulls it back. The paper's error is in probabilities, pi_k^2 (r - r*)^2 (--probabilities).
-     Those are densities here, whose squares differ by orders of magnitude between samples: ratios are the default.
+     Those are densities here, whose squares vary by orders of magnitude and all but vanish in many dimensions (1e-18 in
+     17, below Adam's eps): ratios are the default.
 
     python spu_linf.py --env-id HalfCheetah-v4                        # train; everything goes to runs/
     python spu_linf.py --env-id Hopper-v4 --track --capture-video     # with Weights & Biases and videos
@@ -49,10 +50,10 @@ class Args:
     seed: int = 1  # of the network, the action noise, the minibatches and (plus its index) each environment
     total_timesteps: int = 1_000_000  # environment steps to train for, in whole batches
     # The algorithm, in the symbols of the paper's section 5.3
-    lam: float = 1.0  # lambda, the slope of the target ratio clip(1 + lambda A, 1 - epsilon, 1 + epsilon)
-    epsilon: float = 0.2  # how far the target ratio may be from 1
-    delta: float | None = None  # choose lambda in each batch so that sum_i (r*_i - 1)^2 = delta, instead of --lam
-    max_epochs: int = 10  # passes over the batch in an iteration
+    lam: float = 0.5  # lambda, the slope of the target ratio clip(1 + lambda A, 1 - epsilon, 1 + epsilon), A normalised
+    epsilon: float = 1.0  # how far the target ratio may be from 1
+    delta: float | None = None  # instead of --lam: the sum of (r* - 1)^2 over a batch, at most batch x epsilon^2
+    max_epochs: int = 30  # passes over the batch in an iteration; nothing stops them early
     probabilities: bool = False  # the paper's squared error, in probabilities (here: densities) instead of ratios
     # What SPU shares with PPO
     num_envs: int = 1  # environments, stepped in turn
@@ -91,6 +92,7 @@ def check(args):
     rules = [
         ("num_envs num_steps max_epochs checkpoint_every eval_episodes", lambda x: x >= 1, "at least 1"),
         ("lam epsilon delta learning_rate", lambda x: x is None or 0 < x < math.inf, "a positive, finite number"),
+        ("epsilon", lambda x: x <= 1, "at most 1, where the target ratio is 0"),
         ("gamma gae_lambda", lambda x: 0 <= x <= 1, "between 0 and 1"),
         ("seed", lambda x: 0 <= x < 2**31, "between 0 and 2147483647"),
         ("minibatch_size", lambda x: 1 <= x <= batch, f"between 1 and the batch (num_envs x num_steps = {batch})"),
@@ -178,13 +180,13 @@ def gaussian_kl(mean, log_std, old_mean, old_log_std):
 
 
 def target_ratios(advantages, lam, epsilon):
-    """Theorem 3: the ratios pi*(a_i|s_i) / pi_k(a_i|s_i)."""
+    """Theorem 3: the ratios pi*(a_i|s_i) / pi_k(a_i|s_i), sample by sample, so that pi* need not integrate to 1."""
     return np.clip(1 + lam * advantages, 1 - epsilon, 1 + epsilon)
 
 
 def solve_lambda(advantages, epsilon, delta):
     """The lambda with which sum_i (r*_i - 1)^2 = delta, by bisection, since the sum grows with lambda. Where delta is
-    more than the clips allow, no lambda reaches it, and the one returned has every sample at its clip."""
+    more than the clips allow, no lambda reaches it, and the one returned has every A_i but 0 at its clip."""
     low, high = 0.0, epsilon / np.abs(advantages)[advantages != 0].min(initial=1.0)
     for _ in range(100):
         middle = (low + high) / 2
@@ -389,7 +391,7 @@ def main():
         advantages = gae(rewards, values, next_values, worthless, ended, args.gamma, args.gae_lambda)
         value_targets = advantages + values  # TD(lambda) returns
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-        lam = solve_lambda(advantages, args.epsilon, args.delta) if args.delta else args.lam
+        lam = args.lam if args.delta is None else solve_lambda(advantages, args.epsilon, args.delta)
         targets = target_ratios(advantages, lam, args.epsilon)
         batch = (inputs, actions, targets, value_targets, old_mean)
         batch = [torch.as_tensor(x, dtype=torch.float32, device=device).flatten(0, 1) for x in batch]

@@ -2,14 +2,14 @@
 
 SPU (Vuong, Zhang and Ross, ICLR 2019) is PPO with another update. From the current policy pi_k, in two steps:
   1. Solve. Among ALL policies, not only those a network can express, maximise the expected advantage subject to
-     KL(pi_k || pi)[s] <= epsilon in every state s. Theorem 2, with lambda and lambda' from `solve_multipliers`:
+     KL(pi_k || pi)[s] <= epsilon in every state s (backward, or reverse, KL). Theorem 2, see `solve_multipliers`:
          pi*(a|s) = pi_k(a|s) lambda / (lambda' - A(s,a))
      The forward-KL target exp(A / lambda) all but gives up bad actions. This is a hyperbola: nearly flat far below
      lambda' > max A, so bad actions are punished gently (giving one up costs infinite KL), and steep close to it.
-  2. Fit. Up to a constant, KL(pi_theta || pi*) = KL(pi_theta || pi_k) - E_{a ~ pi_k}[ratio log(pi*/pi_k)], where
+  2. Fit. KL(pi_theta || pi*) = KL(pi_theta || pi_k) - E_{a ~ pi_k}[ratio log(pi*/pi_k)], where
      ratio = pi_theta(a|s) / pi_k(a|s). The network is trained on the batch to lower it, with the gradient of eq. (22),
          mean_i [ grad KL(pi_theta || pi_k)[s_i] - log(pi*/pi_k)_i grad ratio_i ] 1{KL(pi_k || pi_theta)[s_i] <= accept}
-     until the mean of KL(pi_k || pi_theta) exceeds delta. Both thresholds are below epsilon, at which pi* itself lies.
+     until the mean of KL(pi_k || pi_theta) exceeds delta. Both are to be less than epsilon, the KL(pi_k || pi*) itself.
 
     python spu_reverse_kl.py --env-id HalfCheetah-v4                        # train; everything goes to runs/
     python spu_reverse_kl.py --env-id Hopper-v4 --track --capture-video     # with Weights & Biases and videos
@@ -52,8 +52,8 @@ class Args:
     total_timesteps: int = 1_000_000  # environment steps to train for, in whole batches
     # The algorithm, in the symbols of the paper's section 5.2
     epsilon: float = 0.1  # the constraint on the target: KL(pi_k || pi*) = epsilon
-    accept: float = 0.03  # a state whose KL(pi_k || pi_theta) exceeds this gives no gradient
-    delta: float = 0.02  # the epochs end when the mean of KL(pi_k || pi_theta) exceeds delta
+    accept: float = 0.05  # a state whose KL(pi_k || pi_theta) exceeds this gives no gradient
+    delta: float = 0.04  # the epochs end when the mean of KL(pi_k || pi_theta) exceeds delta
     max_epochs: int = 30  # most passes over the batch in an iteration
     # What SPU shares with PPO
     num_envs: int = 1  # environments, stepped in turn
@@ -177,14 +177,14 @@ def gaussian_log_prob(actions, mean, log_std):
 
 
 def gaussian_kl(mean, log_std, old_mean, old_log_std):
-    """KL(pi_theta || pi_k) in each state, exact for diagonal Gaussians. With the pairs swapped: backward."""
+    """KL(pi_theta || pi_k) in each state, exact for diagonal Gaussians; swapped, KL(pi_k || pi_theta)."""
     log_ratio, shift = log_std - old_log_std, (mean - old_mean) / old_log_std.exp()
     return (0.5 * ((2 * log_ratio).exp() + shift**2 - 1) - log_ratio).sum(-1)
 
 
 def solve_multipliers(advantages, epsilon, weights=None):
     """lambda and lambda' of Theorem 2: pi* sums to 1 and KL(pi_k || pi*) = epsilon. Bisection on log(lambda' - max A).
-    The advantages are a sample of A under pi_k; or all of A(s, .), with pi_k(.|s) for weights."""
+    The advantages are all of A(s, .), with pi_k(.|s) as weights; or a sample of A under pi_k, the states pooled."""
     low, high = -50.0, 50.0
     for _ in range(100):
         middle = (low + high) / 2
@@ -398,8 +398,8 @@ def main():
         advantages = gae(rewards, values, next_values, worthless, ended, args.gamma, args.gae_lambda)
         value_targets = advantages + values  # TD(lambda) returns
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-        log_targets = -np.log(solve_multipliers(advantages, args.epsilon)[1] - advantages)  # log(pi*/pi_k) + constant,
-        log_targets -= log_targets.mean()  # which has no effect on average: the mean goes out, as a control variate
+        lam, lam_prime = solve_multipliers(advantages, args.epsilon)  # one pair for the batch, not one for each state
+        log_targets = np.log(lam / (lam_prime - advantages)) + args.epsilon  # log(pi*/pi_k) + a control variate: mean 0
         batch = (inputs, actions, log_targets, value_targets, old_mean)
         batch = [torch.as_tensor(x, dtype=torch.float32, device=device).flatten(0, 1) for x in batch]
         # ---- Fit: epochs over the batch in minibatches, until the mean KL exceeds delta (Algorithm 1)
@@ -410,7 +410,7 @@ def main():
                 for minibatch in zip(*(x[order] for x in batch)):
                     update = update or try_compile(params, adam, rate, agent, minibatch, old_log_std, args)
                     update(params, adam, rate, agent, minibatch, old_log_std, args)
-                kl = gaussian_kl(old_mean, old_log_std, agent.policy(inputs), agent.log_std)  # in all states
+                kl = gaussian_kl(old_mean, old_log_std, agent.policy(inputs), agent.log_std)  # backward, in all states
                 if args.dynamic_stopping and kl.mean() > args.delta:
                     break
             _, (policy_loss, value_loss) = losses(params, agent, batch, old_log_std, args)

@@ -36,6 +36,13 @@ PLAN = {
     "spu": ("spu_continuous", MUJOCO, [1, 2, 3], ""),
     "linf": ("spu_linf", THREE, [1, 2], ""),
     "reverse_kl": ("spu_reverse_kl", THREE, [1, 2], ""),
+    "tune_linf_ratios": ("spu_linf", THREE, [101, 102], "--lam 1 --epsilon 0.5 --total-timesteps 300000"),
+    "tune_linf_probabilities": (
+        "spu_linf",
+        THREE,
+        [101, 102],
+        "--lam 1 --epsilon 0.5 --total-timesteps 300000 --probabilities",
+    ),
 }
 
 

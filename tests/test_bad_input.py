@@ -130,3 +130,8 @@ def test_video_of_what_cannot_be_drawn(refused):
 def test_the_same_in_a_process_of_its_own(tmp_path, options):
     done = run("spu_continuous", *options, cwd=tmp_path, code=2)
     assert done.stderr.count("\n") == 1 and not done.stdout and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("refused", ["spu_linf"], indirect=True)
+def test_an_l_infinity_epsilon_that_would_make_ratios_negative(refused):
+    assert "--epsilon must be at most 1" in refused(*PENDULUM, "--epsilon", 1.5)

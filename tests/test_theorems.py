@@ -1,7 +1,7 @@
 """The paper's theorems and gradients, stated as the paper states them, against a convex solver, autograd and sampling.
 
-Problems are random and finite: a few states with weights d(s), 3 to 8 actions, any pi_k, any advantages. The closed forms
-and losses under test are those of the scripts, imported. Equation numbers are the paper's.
+Problems are random and finite: a few states with weights d(s), 3 to 8 actions, any pi_k and advantages. The losses and
+solvers under test are those of the scripts, imported. Equation numbers are the paper's.
 """
 
 import math
