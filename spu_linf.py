@@ -119,7 +119,8 @@ def make_env(args, seed, draw=False):
         refuse(f"{args.env_id} has {env.action_space} actions: this script needs continuous ones, a Box of floats.")
     if not env.observation_space.is_np_flattenable:
         refuse(f"{args.env_id} has {env.observation_space} observations: wrap them so that they flatten to a vector.")
-    return gym.wrappers.FlattenObservation(gym.wrappers.ClipAction(env) if args.clip_actions else env)
+    env = gym.wrappers.ClipAction(env) if args.clip_actions else env
+    return env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
 
 
 def update_moments(moments, x):
@@ -274,7 +275,7 @@ def load(path):
 
 def main():
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    given = {word.split("=")[0].replace("_", "-") for word in sys.argv[1:] if word.startswith("--")}  # not by default
+    given = {word.split("=")[0].replace("_", "-") for word in sys.argv[1:] if word.startswith("--")}  # what was typed
     warnings.filterwarnings("ignore", message=".*(is out of date|render_modes|pickle protocol|Overwriting).*")
     mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text, file=sys.stderr))
     torch.set_num_threads(1)  # networks this small gain nothing from more
@@ -288,8 +289,7 @@ def main():
         args.total_timesteps = total_timesteps if "--total-timesteps" in given else args.total_timesteps
     elif args.evaluate is not None:
         saved, trained = load(args.evaluate)
-        args.clip_actions = trained.clip_actions
-        args.env_id = args.env_id if "--env-id" in given else trained.env_id
+        args.clip_actions, args.env_id = trained.clip_actions, args.env_id if "--env-id" in given else trained.env_id
     check(args)
     batch_size, device = args.num_envs * args.num_steps, "cuda" if args.cuda else "cpu"
     num_iterations = args.total_timesteps // batch_size
@@ -368,11 +368,12 @@ def main():
             for i, env in enumerate(envs):
                 action = actions[t, i].astype(action_space.dtype).reshape(action_space.shape)
                 next_obs[t, i], rewards[t, i], terminated[t, i], truncated[t, i], _ = env.step(action)
-            if not math.isfinite(obs[t].sum() + next_obs[t].sum() + rewards[t].sum()):
+            if not math.isfinite(next_obs[t].sum() + rewards[t].sum()):
                 sys.exit(f"\n{args.env_id} gave a NaN or an infinity. {go_on}")
             episode_return = ~ended[t - 1] * episode_return + rewards[t]
             episode_length = ~ended[t - 1] * episode_length + 1
-            so_far[t] = args.gamma * ~ended[t - 1] * so_far[t - 1] + rewards[t]  # the discounted return so far
+            if args.normalize_rewards:  # by the spread of the discounted return so far
+                so_far[t] = args.gamma * ~ended[t - 1] * so_far[t - 1] + rewards[t]
             ended[t] = terminated[t] | truncated[t]
             for i in np.flatnonzero(ended[t]):
                 last_returns = [*last_returns[-99:], float(episode_return[i])]

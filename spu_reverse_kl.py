@@ -122,7 +122,8 @@ def make_env(args, seed, draw=False):
         refuse(f"{args.env_id} has {env.action_space} actions: this script needs continuous ones, a Box of floats.")
     if not env.observation_space.is_np_flattenable:
         refuse(f"{args.env_id} has {env.observation_space} observations: wrap them so that they flatten to a vector.")
-    return gym.wrappers.FlattenObservation(gym.wrappers.ClipAction(env) if args.clip_actions else env)
+    env = gym.wrappers.ClipAction(env) if args.clip_actions else env
+    return env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
 
 
 def update_moments(moments, x):
@@ -215,11 +216,10 @@ def losses(params, agent, batch, old_log_std, args):
     """The loss on these samples as a function of the parameters (the agent gives only the form), and its two parts."""
     obs, actions, log_targets, value_targets, old_mean = batch
     mean, log_std, values = torch.func.functional_call(agent, params, (obs,))
-    kl = gaussian_kl(mean, log_std, old_mean, old_log_std)
-    backward_kl = gaussian_kl(old_mean, old_log_std, mean, log_std)
+    kl, backward = gaussian_kl(mean, log_std, old_mean, old_log_std), gaussian_kl(old_mean, old_log_std, mean, log_std)
     ratio = (gaussian_log_prob(actions, mean, log_std) - gaussian_log_prob(actions, old_mean, old_log_std)).exp()
     accept = args.accept if args.per_state_acceptance else math.inf
-    policy_loss = spu_loss(kl, backward_kl, ratio, log_targets, accept, args.kl_term)
+    policy_loss = spu_loss(kl, backward, ratio, log_targets, accept, args.kl_term)
     value_loss = ((values - value_targets) ** 2).mean()
     return policy_loss + value_loss, (policy_loss, value_loss)
 
@@ -281,7 +281,7 @@ def load(path):
 
 def main():
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    given = {word.split("=")[0].replace("_", "-") for word in sys.argv[1:] if word.startswith("--")}  # not by default
+    given = {word.split("=")[0].replace("_", "-") for word in sys.argv[1:] if word.startswith("--")}  # what was typed
     warnings.filterwarnings("ignore", message=".*(is out of date|render_modes|pickle protocol|Overwriting).*")
     mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text, file=sys.stderr))
     torch.set_num_threads(1)  # networks this small gain nothing from more
@@ -295,8 +295,7 @@ def main():
         args.total_timesteps = total_timesteps if "--total-timesteps" in given else args.total_timesteps
     elif args.evaluate is not None:
         saved, trained = load(args.evaluate)
-        args.clip_actions = trained.clip_actions
-        args.env_id = args.env_id if "--env-id" in given else trained.env_id
+        args.clip_actions, args.env_id = trained.clip_actions, args.env_id if "--env-id" in given else trained.env_id
     check(args)
     batch_size, device = args.num_envs * args.num_steps, "cuda" if args.cuda else "cpu"
     num_iterations = args.total_timesteps // batch_size
@@ -375,11 +374,12 @@ def main():
             for i, env in enumerate(envs):
                 action = actions[t, i].astype(action_space.dtype).reshape(action_space.shape)
                 next_obs[t, i], rewards[t, i], terminated[t, i], truncated[t, i], _ = env.step(action)
-            if not math.isfinite(obs[t].sum() + next_obs[t].sum() + rewards[t].sum()):
+            if not math.isfinite(next_obs[t].sum() + rewards[t].sum()):
                 sys.exit(f"\n{args.env_id} gave a NaN or an infinity. {go_on}")
             episode_return = ~ended[t - 1] * episode_return + rewards[t]
             episode_length = ~ended[t - 1] * episode_length + 1
-            so_far[t] = args.gamma * ~ended[t - 1] * so_far[t - 1] + rewards[t]  # the discounted return so far
+            if args.normalize_rewards:  # by the spread of the discounted return so far
+                so_far[t] = args.gamma * ~ended[t - 1] * so_far[t - 1] + rewards[t]
             ended[t] = terminated[t] | truncated[t]
             for i in np.flatnonzero(ended[t]):
                 last_returns = [*last_returns[-99:], float(episode_return[i])]
