@@ -9,7 +9,7 @@ import imageio.v2 as imageio
 import numpy as np
 import pytest
 import torch
-from conftest import QUICK, command, environment, events, run, run_dir, values, without_speed
+from conftest import QUICK, EventAccumulator, command, environment, events, run, run_dir, values, without_speed
 
 # Pendulum's episodes are 200 steps long, so that with 200 or 400 steps an iteration they end where iterations end,
 # and a resumed run can be compared with an uninterrupted one to the last bit.
@@ -58,6 +58,9 @@ def test_training_leaves_its_record(cheetah):
     assert scalars["charts/episodic_length"] == [(1000 * i, 1000.0) for i in range(1, 9)]
     np.testing.assert_allclose(values(folder, "charts/learning_rate"), [3e-4, 2.25e-4, 1.5e-4, 0.75e-4], rtol=1e-5)
     assert all(0 < kl < 1 for kl in values(folder, "spu/kl_mean"))
+    accumulator = EventAccumulator(str(folder)).Reload()
+    text = accumulator.Tensors("hyperparameters/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "env_id: HalfCheetah-v4" in text and "lam: 1.3" in text
 
 
 def test_a_reloaded_agent_acts_as_the_trained_one_did(cheetah):

@@ -273,6 +273,24 @@ def test_the_control_variate_lowers_the_variance_of_the_sampled_gradient():
     assert centred.var() < 0.2 * plain.var()
 
 
+def test_an_outlier_gets_a_huge_target_ratio_but_a_small_share_of_the_gradient():
+    """Why spu_reverse_kl.py bounds nothing: the ratio enters through its logarithm. The price of an outlier is another:
+    it takes up the constraint, lambda' lies above it, and the targets of all the others become flatter."""
+    advantages = np.random.default_rng(0).normal(size=2048)
+    spread = {}
+    for top in (advantages.max(), 10.0):
+        batch = np.append(np.delete(advantages, advantages.argmax()), top)
+        batch = (batch - batch.mean()) / batch.std()
+        lam, lam_prime = spu_reverse_kl.solve_multipliers(batch, 0.1)
+        log_targets = np.log(lam / (lam_prime - batch))
+        assert log_targets.mean() == pytest.approx(-0.1)  # KL(pi_k || pi*) = epsilon, so the script adds epsilon
+        log_targets += 0.1
+        assert np.abs(log_targets).max() / np.abs(log_targets).sum() < 0.05
+        spread[top] = log_targets[:-1].std()
+    assert lam / (lam_prime - batch.max()) > 100  # the outlier's target ratio
+    assert spread[10.0] < 0.5 * spread[advantages.max()]
+
+
 # ---------------------------------------------------------------- Gaussians
 
 
