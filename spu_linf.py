@@ -50,10 +50,10 @@ class Args:
     seed: int = 1  # of the network, the action noise, the minibatches and (plus its index) each environment
     total_timesteps: int = 1_000_000  # environment steps to train for, in whole batches
     # The algorithm, in the symbols of the paper's section 5.3
-    lam: float = 0.5  # lambda, the slope of the target ratio clip(1 + lambda A, 1 - epsilon, 1 + epsilon), A normalised
-    epsilon: float = 1.0  # how far the target ratio may be from 1
+    lam: float = 1.0  # lambda, the slope of the target ratio clip(1 + lambda A, 1 - epsilon, 1 + epsilon), A normalised
+    epsilon: float = 0.3  # how far the target ratio may be from 1
     delta: float | None = None  # instead of --lam: the sum of (r* - 1)^2 over a batch, at most batch x epsilon^2
-    max_epochs: int = 30  # passes over the batch in an iteration; nothing stops them early
+    max_epochs: int = 10  # passes over the batch in an iteration; nothing stops them early
     probabilities: bool = False  # the paper's squared error, in probabilities (here: densities) instead of ratios
     # What SPU shares with PPO
     num_envs: int = 1  # environments, stepped in turn

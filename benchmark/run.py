@@ -31,17 +31,28 @@ MUJOCO = ["Ant", "HalfCheetah", "Hopper", "Humanoid", "HumanoidStandup", "Invert
 MUJOCO = [f"{name}-v4" for name in (*MUJOCO, "Reacher", "Swimmer", "Walker2d")]
 THREE = ["HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"]
 
-# group: (script, environments, seeds, flags). Seeds from 101 on are for tuning and are never reported.
+# group: (script, environments, seeds, flags). Seeds from 101 on are for tuning; tune_* is never reported.
 PLAN = {
     "spu": ("spu_continuous", MUJOCO, [1, 2, 3], ""),
     "linf": ("spu_linf", THREE, [1, 2], ""),
     "reverse_kl": ("spu_reverse_kl", THREE, [1, 2], ""),
-    "tune_linf_ratios": ("spu_linf", THREE, [101, 102], "--lam 1 --epsilon 0.5 --total-timesteps 300000"),
+    "tune_linf_wide": (
+        "spu_linf",
+        THREE,
+        [1],
+        "--lam 0.5 --epsilon 1 --max-epochs 30",
+    ),  # once the default; see the README
+    "tune_linf_ratios": (
+        "spu_linf",
+        THREE,
+        [101, 102],
+        "--lam 1 --epsilon 0.5 --max-epochs 30 --total-timesteps 300000",
+    ),
     "tune_linf_probabilities": (
         "spu_linf",
         THREE,
         [101, 102],
-        "--lam 1 --epsilon 0.5 --total-timesteps 300000 --probabilities",
+        "--lam 1 --epsilon 0.5 --max-epochs 30 --total-timesteps 300000 --probabilities",
     ),
 }
 
