@@ -238,7 +238,7 @@ def try_compile(params, adam, *rest):
     tqdm.write("Compiling the update: half a minute the first time, then seconds. (--no-compile does without.)")
     try:
         options = {"cpp_wrapper": True, "cpp.use_decompose_tanh": True}  # tanh from exp: faster, equal but for rounding
-        options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe  # no checks per call: shapes never change
+        options |= {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}  # shapes are fixed
         compiled = torch.compile(minibatch_step, fullgraph=True, options=options)
         compiled(*copy.deepcopy((params, adam)), *rest)
         return compiled
@@ -343,8 +343,8 @@ def main():
     shape = (args.num_steps, args.num_envs)
     obs, next_obs = np.zeros((2, *shape, obs_size))
     actions, (rewards, so_far) = np.zeros((*shape, len(agent.log_std)), np.float32), np.zeros((2, *shape))
-    terminated, truncated, ended = np.ones((3, *shape), bool)
-    episode_return, episode_length = np.zeros((2, args.num_envs))
+    terminated, ended = np.ones((2, *shape), bool)
+    episode_return, episode_length = [0.0] * args.num_envs, [0] * args.num_envs
     update = None if args.compile else minibatch_step
     stop = []  # Ctrl-C ends the run after the current iteration; a second one ends it at once
     signal.signal(signal.SIGINT, lambda *_: (stop.append(True), signal.signal(signal.SIGINT, signal.SIG_DFL)))
@@ -368,25 +368,24 @@ def main():
         act, noise = agent.actor(), (torch.randn(actions.shape) * agent.log_std.detach().cpu().exp()).numpy()
         for t in range(args.num_steps):
             obs[t] = next_obs[t - 1]  # row -1 is still that of the last batch
-            for i in np.flatnonzero(ended[t - 1]):  # reset only now: a checkpoint between episodes precedes the draw
-                obs[t, i], _ = envs[i].reset()
+            for i, env in enumerate(envs):
+                if ended[t - 1, i]:  # reset only now: a checkpoint between episodes precedes the draw
+                    (obs[t, i], _), episode_return[i], episode_length[i] = env.reset(), 0.0, 0
             actions[t] = act(obs[t]) + noise[t]
             for i, env in enumerate(envs):
                 action = actions[t, i].astype(action_space.dtype).reshape(action_space.shape)
-                next_obs[t, i], rewards[t, i], terminated[t, i], truncated[t, i], _ = env.step(action)
-            if not math.isfinite(next_obs[t].sum() + rewards[t].sum()):
-                sys.exit(f"\n{args.env_id} gave a NaN or an infinity. {go_on}")
-            episode_return = ~ended[t - 1] * episode_return + rewards[t]
-            episode_length = ~ended[t - 1] * episode_length + 1
-            if args.normalize_rewards:  # by the spread of the discounted return so far
-                so_far[t] = args.gamma * ~ended[t - 1] * so_far[t - 1] + rewards[t]
-            ended[t] = terminated[t] | truncated[t]
-            for i in np.flatnonzero(ended[t]):
-                last_returns = [*last_returns[-99:], float(episode_return[i])]
-                scalars = {"charts/episodic_return": episode_return[i], "charts/episodic_length": episode_length[i]}
-                log(scalars, global_step + t * args.num_envs + i + 1)
+                next_obs[t, i], reward, terminated[t, i], truncated, _ = env.step(action)
+                if not math.isfinite(reward + next_obs[t, i].sum()):
+                    sys.exit(f"\n{args.env_id} gave a NaN or an infinity. {go_on}")
+                so_far[t, i] = reward + args.gamma * so_far[t - 1, i] * (episode_length[i] > 0)  # discounted return
+                rewards[t, i], ended[t, i] = reward, terminated[t, i] or truncated
+                episode_return[i], episode_length[i] = episode_return[i] + reward, episode_length[i] + 1
+                if ended[t, i]:
+                    last_returns = [*last_returns[-99:], float(episode_return[i])]
+                    scalars = {"charts/episodic_return": last_returns[-1], "charts/episodic_length": episode_length[i]}
+                    log(scalars, global_step + t * args.num_envs + i + 1)
         # ---- Advantages, and pi_k, under the normaliser updated with this batch: the fit begins at ratio 1 and KL 0
-        if args.normalize_rewards:
+        if args.normalize_rewards:  # by the spread of the discounted return so far
             agent.return_moments = update_moments(agent.return_moments, torch.tensor(so_far, device=device).view(-1, 1))
             rewards[:] = (rewards / math.sqrt(agent.return_moments[1].item() + 1e-8)).clip(-10, 10)
         agent.obs_moments = update_moments(agent.obs_moments, torch.tensor(obs, device=device).flatten(0, 1))
@@ -410,7 +409,8 @@ def main():
                 for minibatch in zip(*(x[order] for x in batch)):
                     update = update or try_compile(params, adam, rate, agent, minibatch, old_log_std, args)
                     update(params, adam, rate, agent, minibatch, old_log_std, args)
-                kl = gaussian_kl(old_mean, old_log_std, agent.policy(inputs), agent.log_std)  # backward, in all states
+                new_mean = torch.as_tensor(agent.actor()(obs.reshape(batch_size, -1)), device=device)
+                kl = gaussian_kl(batch[-1], old_log_std, new_mean, agent.log_std)  # backward, in all states
                 if args.dynamic_stopping and kl.mean() > args.delta:
                     break
             _, (policy_loss, value_loss) = losses(params, agent, batch, old_log_std, args)

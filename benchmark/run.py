@@ -27,34 +27,44 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, WORK = ROOT / "benchmark" / "results", ROOT / "runs" / "benchmark"
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as many jobs as cores, a core each
 MUJOCO = ["Ant", "HalfCheetah", "Hopper", "Humanoid", "HumanoidStandup", "InvertedDoublePendulum", "InvertedPendulum"]
 MUJOCO = [f"{name}-v4" for name in (*MUJOCO, "Reacher", "Swimmer", "Walker2d")]
 THREE = ["HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"]
+FOUR, FIVE = [*THREE, "Swimmer-v4"], [*THREE, "Swimmer-v4", "Reacher-v4"]
+PAPER = "--lam 1.3 --epsilon 0.05 --delta 0.0416666667 --max-epochs 30"  # the constants that the paper prints
+SHORT = "--lam 1 --epsilon 0.5 --max-epochs 30 --total-timesteps 300000"
 
-# group: (script, environments, seeds, flags). Seeds from 101 on are for tuning; tune_* is never reported.
+# group: (script, environments, seeds, flags). Seeds from 101 on are for tuning; tune_* and detail_* are never reported.
 PLAN = {
     "spu": ("spu_continuous", MUJOCO, [1, 2, 3], ""),
-    "linf": ("spu_linf", THREE, [1, 2], ""),
-    "reverse_kl": ("spu_reverse_kl", THREE, [1, 2], ""),
-    "tune_linf_wide": (
-        "spu_linf",
-        THREE,
-        [1],
-        "--lam 0.5 --epsilon 1 --max-epochs 30",
-    ),  # once the default; see the README
-    "tune_linf_ratios": (
-        "spu_linf",
-        THREE,
-        [101, 102],
-        "--lam 1 --epsilon 0.5 --max-epochs 30 --total-timesteps 300000",
-    ),
-    "tune_linf_probabilities": (
-        "spu_linf",
-        THREE,
-        [101, 102],
-        "--lam 1 --epsilon 0.5 --max-epochs 30 --total-timesteps 300000 --probabilities",
-    ),
+    "ppo": ("benchmark/ppo_continuous", MUJOCO, [1, 2, 3], ""),
+    "sb3_ppo": ("benchmark/peers", MUJOCO, [1, 2], "--algorithm ppo"),
+    "trpo": ("benchmark/peers", MUJOCO, [1, 2], "--algorithm trpo"),
+    "spu_paper": ("spu_continuous", MUJOCO, [1, 2], f"{PAPER} --no-bootstrap-truncation"),
+    "no_kl_term": ("spu_continuous", THREE, [1, 2], "--no-kl-term"),
+    "no_dynamic_stopping": ("spu_continuous", THREE, [1, 2], "--no-dynamic-stopping"),
+    "no_per_state_acceptance": ("spu_continuous", THREE, [1, 2], "--no-per-state-acceptance"),
+    "linf": ("spu_linf", FIVE, [1, 2, 3], ""),  # seed 1 had a part in choosing its defaults: 2 and 3 are the fresh ones
+    "reverse_kl": ("spu_reverse_kl", FIVE, [1, 2], ""),
+    "spu_3m": ("spu_continuous", ["Walker2d-v4"], [1, 2], "--total-timesteps 3000000"),
+    "trpo_3m": ("benchmark/peers", ["Walker2d-v4"], [1, 2], "--algorithm trpo --total-timesteps 3000000"),
+    "tune_paper": ("spu_continuous", FOUR, [101, 102], PAPER),
+    "tune_delta_03": ("spu_continuous", FOUR, [101, 102], "--lam 1.3 --epsilon 0.04 --delta 0.03"),
+    "tune_default": ("spu_continuous", FOUR, [101, 102], ""),
+    "detail_no_bootstrap": ("spu_continuous", FOUR, [101, 102], "--no-bootstrap-truncation"),
+    "detail_normalize_rewards": ("spu_continuous", FOUR, [101, 102], "--normalize-rewards"),
+    "detail_clip_actions": ("spu_continuous", FOUR, [101, 102], "--clip-actions"),
+    "detail_orthogonal_init": ("spu_continuous", FOUR, [101, 102], "--orthogonal-init"),
+    "tune_linf_wide": ("spu_linf", THREE, [1], "--lam 0.5 --epsilon 1 --max-epochs 30"),  # once the default
+    "tune_linf_ratios": ("spu_linf", THREE, [101, 102], SHORT),
+    "tune_linf_probabilities": ("spu_linf", THREE, [101, 102], f"{SHORT} --probabilities"),
 }
+# The paper's sensitivity analysis: random vectors from its ranges for delta, epsilon, lambda and the epochs.
+for number, vector in enumerate(np.random.default_rng(0).random((8, 4)), 1):
+    delta, epsilon, lam, epochs = np.array([0.05, 0.01, 1.0, 5]) + vector * [0.02, 0.06, 0.2, 26]
+    flags = f"--delta {delta:.4f} --epsilon {epsilon:.4f} --lam {lam:.3f} --max-epochs {int(epochs)}"
+    PLAN[f"sensitivity_{number}"] = ("spu_continuous", ["Hopper-v4", "Walker2d-v4"], [1], flags)
 
 
 @dataclass
@@ -62,12 +72,13 @@ class Args:
     groups: tyro.conf.Positional[list[str]] = field(default_factory=lambda: list(PLAN))  # of the plan
     jobs: int = 2  # at once, one core each
     dry_run: bool = False  # print one command per line for each job that is left, and run nothing
+    seeds: list[int] | None = None  # only these
     only: str | None = None  # a single job of one group, as ENV__SEED (what --dry-run prints)
 
 
 def left(groups):
     """The jobs that have no result yet."""
-    jobs = [(group, env, seed) for group in groups for env in PLAN[group][1] for seed in PLAN[group][2]]
+    jobs = [(group, env, seed) for group in groups for seed in PLAN[group][2] for env in PLAN[group][1]]
     return [job for job in jobs if not result(*job).exists()]
 
 
@@ -81,22 +92,22 @@ def command(group, env, seed):
 
 
 def run(group, env, seed):
-    """Train, or go on training, in a folder of the job's own; then keep the curve."""
-    folder = WORK / group / f"{env}__{seed}"
+    """Train, or go on training, in a folder of the job's own; then keep the curve. Returns what went wrong."""
+    folder, start = WORK / group / f"{env}__{seed}", time.time()
     folder.mkdir(parents=True, exist_ok=True)
     script, *options = command(group, env, seed)
-    cut_off = sorted(folder.glob("runs/*/checkpoint.pt"), key=os.path.getmtime)
-    if cut_off and not (cut_off[-1].parent / "agent.pt").exists():
-        options = ["--resume", str(cut_off[-1].parent)]
-    start = time.time()
-    if not (cut_off and (cut_off[-1].parent / "agent.pt").exists()):
-        done = subprocess.run(
-            [sys.executable, str(ROOT / script), *options], cwd=folder, capture_output=True, text=True
-        )
+    checkpoints = sorted(folder.glob("runs/*/checkpoint.pt"), key=os.path.getmtime)
+    if script == "benchmark/peers.py":  # it cannot be resumed, and writes its curve itself
+        options += ["--output", str(result(group, env, seed))]
+    elif checkpoints:
+        options = ["--resume", str(checkpoints[-1].parent)]
+    if not list(folder.glob("runs/*/agent.pt")):
+        process = [sys.executable, str(ROOT / script), *options]
+        done = subprocess.run(process, cwd=folder, capture_output=True, text=True, env=os.environ | ONE_THREAD)
         if done.returncode:
-            return f"{group} {env} {seed}: {done.stderr.strip().splitlines()[-1]}"
-    (run_dir,) = {path.parent for path in folder.glob("runs/*/agent.pt")}
-    keep(group, env, seed, run_dir, time.time() - start)
+            return f"{group} {env} {seed}: {(done.stderr.strip().splitlines() or ['killed'])[-1]}"
+    for agent in folder.glob("runs/*/agent.pt"):
+        keep(group, env, seed, agent.parent, time.time() - start)
 
 
 def keep(group, env, seed, run_dir, wall_time):
@@ -106,11 +117,8 @@ def keep(group, env, seed, run_dir, wall_time):
     accumulator = EventAccumulator(str(run_dir), {"scalars": 0})
     accumulator.Reload()
     episodes = [(event.step, event.value) for event in accumulator.Scalars("charts/episodic_return")]
-    iterations = [event.step for event in accumulator.Scalars("spu/kl_mean")]
-    returns, counts = (
-        [value for _, value in episodes],
-        np.searchsorted([step for step, _ in episodes], iterations, "right"),
-    )
+    iterations, returns = [event.step for event in accumulator.Scalars("charts/SPS")], [value for _, value in episodes]
+    counts = np.searchsorted([step for step, _ in episodes], iterations, "right")  # episodes finished by then
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "gymnasium", "mujoco", "numpy"))
     path = result(group, env, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,6 +138,7 @@ def main():
     if unknown := set(args.groups) - set(PLAN):
         sys.exit(f"There is no group {', '.join(sorted(unknown))}: the plan has {', '.join(PLAN)}.")
     jobs = [job for job in left(args.groups) if args.only in (None, f"{job[1]}__{job[2]}")]
+    jobs = [job for job in jobs if args.seeds is None or job[2] in args.seeds]
     if args.dry_run:
         for group, env, seed in jobs:
             print(f"python benchmark/run.py {group} --only {env}__{seed}")

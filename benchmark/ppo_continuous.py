@@ -1,0 +1,414 @@
+"""Clipped PPO inside spu_continuous.py: the paper's controlled setting, in which only the update differs.
+
+PPO (Schulman et al., 2017) has no target policy. It raises mean_i min(ratio_i A_i, clip(ratio_i, 1 - c, 1 + c) A_i),
+ratio = pi_theta(a|s) / pi_k(a|s), over a fixed number of epochs: a sample whose ratio has left [1 - c, 1 + c] in the
+direction of its advantage gives no gradient. Rollout, networks, normaliser, GAE, value loss, Adam and schedule are
+SPU's, so `diff spu_continuous.py benchmark/ppo_continuous.py` is what SPU changes.
+
+    python benchmark/ppo_continuous.py --env-id HalfCheetah-v4
+"""
+
+import copy
+import math
+import os
+import signal
+import sys
+import time
+import warnings
+from ctypes.util import find_library
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+if not (os.getenv("DISPLAY") or os.getenv("WAYLAND_DISPLAY")) and sys.platform == "linux" and find_library("EGL"):
+    os.environ.setdefault("MUJOCO_GL", "egl")  # draws videos without a screen; read when mujoco is imported
+
+import gymnasium as gym
+import mujoco
+import numpy as np
+import torch
+import tyro
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+SCRIPT = Path(__file__).stem
+
+
+@dataclass
+class Args:
+    env_id: str = "HalfCheetah-v4"  # a gymnasium environment with continuous (Box) actions
+    exp_name: str = SCRIPT  # part of the run folder's name
+    seed: int = 1  # of the network, the action noise, the minibatches and (plus its index) each environment
+    total_timesteps: int = 1_000_000  # environment steps to train for, in whole batches
+    # The algorithm
+    clip: float = 0.2  # the ratio may move this far from 1 before a sample gives no gradient
+    max_epochs: int = 10  # passes over the batch in an iteration
+    # What SPU shares with PPO
+    num_envs: int = 1  # environments, stepped in turn
+    num_steps: int = 2048  # steps per environment in an iteration; a batch is num_envs x num_steps samples
+    minibatch_size: int = 64  # samples per gradient step; a smaller remainder is dropped
+    learning_rate: float = 3e-4  # Adam's step size
+    anneal_lr: bool = True  # lower the step size linearly to 0 over the run
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of generalised advantage estimation and of the TD(lambda) value targets
+    # Where the paper's code and today's practice differ
+    bootstrap_truncation: bool = True  # a time limit is not death: its value counts (the paper's code: it does not)
+    normalize_rewards: bool = False  # divide rewards by the standard deviation of the discounted return
+    clip_actions: bool = False  # clip actions to the action space before the environment sees them
+    orthogonal_init: bool = False  # orthogonal initial weights instead of the paper's code's Gaussian ones
+    # The machine, the record, and what to do
+    compile: bool = True  # compile the minibatch step: half a minute once, then several times the speed
+    cuda: bool = False  # update on the GPU; networks this small are usually faster on the CPU
+    track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
+    wandb_project_name: str = "spu"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases team or user
+    capture_video: bool = False  # film an episode at every tenth of the training, or of --evaluate
+    checkpoint_every: int = 10  # iterations between checkpoints
+    resume: str | None = None  # a run folder to go on from, with its options; only --total-timesteps may be given too
+    evaluate: str | None = None  # an agent.pt to replay with the mean action instead of training
+    eval_episodes: int = 10  # episodes of the evaluation, at the end of training or of --evaluate
+
+
+def refuse(sentence):  # bad input
+    print(f"{SCRIPT}.py: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
+def check(args):
+    """Refuse what cannot work, before anything is written."""
+    batch = args.num_envs * args.num_steps
+    rules = [
+        ("num_envs num_steps max_epochs checkpoint_every eval_episodes", lambda x: x >= 1, "at least 1"),
+        ("clip learning_rate", lambda x: 0 < x < math.inf, "a positive, finite number"),
+        ("gamma gae_lambda", lambda x: 0 <= x <= 1, "between 0 and 1"),
+        ("seed", lambda x: 0 <= x < 2**31, "between 0 and 2147483647"),
+        ("minibatch_size", lambda x: 1 <= x <= batch, f"between 1 and the batch (num_envs x num_steps = {batch})"),
+        ("total_timesteps", lambda x: x >= batch, f"at least one batch (num_envs x num_steps = {batch})"),
+        ("cuda", lambda x: not x or torch.cuda.is_available(), "left out: torch sees no GPU here"),
+        ("track", lambda x: not x or find_spec("wandb"), "left out, or wandb installed: `pip install wandb`"),
+        ("capture_video", lambda x: not x or find_spec("moviepy"), "left out, or moviepy installed"),
+    ]
+    for names, holds, wanted in rules:
+        for name in (name for name in names.split() if not holds(getattr(args, name))):
+            refuse(f"--{name.replace('_', '-')} must be {wanted}; it is {getattr(args, name)}.")
+
+
+def make_env(args, seed, draw=False):
+    """A seeded environment whose observations are vectors; refuse what this script cannot train on."""
+    try:
+        env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if draw else {}))
+        env.reset(seed=seed)
+        if draw:
+            env.render()  # fails now, if at all, and not in the middle of the training
+    except Exception as error:
+        refuse(f"{args.env_id} cannot be {'drawn' if draw else 'made'}: {' '.join(str(error).split())}")
+    if not isinstance(env.action_space, gym.spaces.Box) or env.action_space.dtype.kind != "f":
+        refuse(f"{args.env_id} has {env.action_space} actions: this script needs continuous ones, a Box of floats.")
+    if not env.observation_space.is_np_flattenable:
+        refuse(f"{args.env_id} has {env.observation_space} observations: wrap them so that they flatten to a vector.")
+    env = gym.wrappers.ClipAction(env) if args.clip_actions else env
+    return env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
+
+
+def update_moments(moments, x):
+    """Mean, variance and count of everything seen so far, one row each, with the samples x of shape (n, size) added."""
+    (mean, var, count), n = moments, len(x)
+    shift, total = x.mean(0) - mean, count + n
+    var = (count * var + n * x.var(0, correction=0) + shift**2 * count * n / total) / total
+    return torch.stack([mean + shift * n / total, var, total])
+
+
+def network(inputs, outputs, head_gain, orthogonal):
+    """64-64 tanh (repeated in `Agent.actor`). As in the paper's code, a unit's weights are Gaussian of norm `gain`."""
+    layers = [nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)]
+    for linear in layers[::2]:
+        gain = head_gain if linear is layers[-1] else math.sqrt(2) if orthogonal else 1.0
+        gaussian = gain * nn.functional.normalize(torch.randn_like(linear.weight), dim=1)
+        linear.weight.data = nn.init.orthogonal_(linear.weight.data, gain) if orthogonal else gaussian
+        nn.init.zeros_(linear.bias)
+    return nn.Sequential(*layers)
+
+
+class Agent(nn.Module):
+    """A Gaussian policy and a value function, two separate networks, and the normaliser of their observations."""
+
+    def __init__(self, obs_size, action_size, orthogonal=False):
+        super().__init__()
+        self.policy = network(obs_size, action_size, 0.01, orthogonal)  # the mean, near zero at first
+        self.log_std = nn.Parameter(torch.zeros(action_size))  # the same in every state
+        self.value = network(obs_size, 1, 1.0, orthogonal)
+        start = torch.tensor([[0.0], [1.0], [0.0]], dtype=torch.float64)  # buffers are saved with the weights
+        self.register_buffer("obs_moments", start.repeat(1, obs_size))
+        self.register_buffer("return_moments", start)  # for --normalize-rewards
+
+    def forward(self, obs):  # normalised observations
+        return self.policy(obs), self.log_std, self.value(obs).squeeze(-1)
+
+    def normalizer(self):
+        """A function from raw observations to network inputs, as the moments stand now."""
+        mean, var, _ = self.obs_moments.cpu().numpy()
+        std = np.sqrt(np.maximum(var, 0.01))  # this floor and the clipping below are the paper's code's
+        return lambda obs: ((obs - mean) / std).clip(-5, 5).astype(np.float32)
+
+    def actor(self):
+        """The policy's mean from raw observations: `network` again, in numpy, far quicker for a few at a time."""
+        normalize = self.normalizer()
+        (w1, b1), (w2, b2), (w3, b3) = [[p.detach().cpu().numpy().T for p in m.parameters()] for m in self.policy[::2]]
+        return lambda obs: np.tanh(np.tanh(normalize(obs) @ w1 + b1) @ w2 + b2) @ w3 + b3
+
+
+def gaussian_log_prob(actions, mean, log_std):
+    return (-0.5 * ((actions - mean) / log_std.exp()) ** 2 - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+def gaussian_kl(mean, log_std, old_mean, old_log_std):
+    """KL(pi_theta || pi_k) in each state, exact for diagonal Gaussians."""
+    log_ratio, shift = log_std - old_log_std, (mean - old_mean) / old_log_std.exp()
+    return (0.5 * ((2 * log_ratio).exp() + shift**2 - 1) - log_ratio).sum(-1)
+
+
+def ppo_loss(ratio, advantages, clip):
+    """The clipped surrogate objective, turned round because it is minimised."""
+    return -torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages).mean()
+
+
+def gae(rewards, values, next_values, worthless, ended, gamma, gae_lambda):
+    """Generalised advantages; all arrays are (num_steps, num_envs). next_values[t] is that of the observation that step
+    t led to: an episode's last one, never the next one's first. Where it is terminal, it is worthless."""
+    td_errors = rewards + gamma * next_values * ~worthless - values
+    advantages, decay, advantage = np.zeros_like(td_errors), gamma * gae_lambda * ~ended, 0.0
+    for t in reversed(range(len(rewards))):
+        advantages[t] = advantage = td_errors[t] + decay[t] * advantage
+    return advantages
+
+
+def losses(params, agent, batch, old_log_std, args):
+    """The loss on these samples as a function of the parameters (the agent gives only the form), and its two parts."""
+    obs, actions, advantages, value_targets, old_mean = batch
+    mean, log_std, values = torch.func.functional_call(agent, params, (obs,))
+    ratio = (gaussian_log_prob(actions, mean, log_std) - gaussian_log_prob(actions, old_mean, old_log_std)).exp()
+    policy_loss = ppo_loss(ratio, advantages, args.clip)
+    value_loss = ((values - value_targets) ** 2).mean()
+    return policy_loss + value_loss, (policy_loss, value_loss)
+
+
+def minibatch_step(params, adam, rate, agent, batch, old_log_std, args):
+    """Loss, gradient and Adam (betas 0.9 and 0.999, eps 1e-5) in one function, so that it compiles to one graph."""
+    gradient, _ = torch.func.grad(losses, has_aux=True)(params, agent, batch, old_log_std, args)
+    t = adam["step"].add_(1)
+    for name, g in gradient.items():
+        m, v = adam["m." + name].lerp_(g, 1 - 0.9), adam["v." + name].lerp_(g * g, 1 - 0.999)
+        params[name].sub_(rate * m / (1 - 0.9**t) / ((v / (1 - 0.999**t)).sqrt() + 1e-5))
+
+
+def try_compile(params, adam, *rest):
+    """The minibatch step compiled, and tried on copies; where that fails, a word about it and the step as it is."""
+    tqdm.write("Compiling the update: half a minute the first time, then seconds. (--no-compile does without.)")
+    try:
+        options = {"cpp_wrapper": True, "cpp.use_decompose_tanh": True}  # tanh from exp: faster, equal but for rounding
+        options |= {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}  # shapes are fixed
+        compiled = torch.compile(minibatch_step, fullgraph=True, options=options)
+        compiled(*copy.deepcopy((params, adam)), *rest)
+        return compiled
+    except Exception as error:
+        tqdm.write(f"It does not compile here, so training is slower: {type(error).__name__}: {error}".splitlines()[0])
+        return minibatch_step
+
+
+def play(agent, args, episodes, video=None):
+    """Play whole episodes with the mean action and return a sentence about them; video is where to film the first."""
+    env, act, returns = make_env(args, args.seed, draw=video is not None), agent.actor(), []
+    if video:
+        env = gym.wrappers.RecordVideo(env, str(video.parent), lambda episode: episode == 0, name_prefix=video.name)
+    for episode in range(episodes):
+        (obs, _), ended, total = env.reset(seed=args.seed + episode), False, 0.0
+        while not ended:
+            action = act(obs).astype(env.action_space.dtype).reshape(env.action_space.shape)
+            obs, reward, terminated, truncated, _ = env.step(action)
+            ended, total = terminated or truncated, total + float(reward)
+        returns.append(total)
+    env.close()
+    film = f", filmed in {video}-episode-0.mp4" if video else ""
+    return f"return {np.mean(returns):.1f} ± {np.std(returns):.1f} over {episodes} episodes with the mean action{film}"
+
+
+def save(data, path):
+    torch.save(data, f"{path}.tmp")
+    os.replace(f"{path}.tmp", path)  # at once: there is a whole file at any moment
+
+
+def load(path):
+    """A file that this script saved, and its Args. With weights_only, a stranger's file cannot run code."""
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True)
+        assert data["script"] == SCRIPT
+        return data, Args(**data["args"])
+    except Exception:
+        refuse(f"{path} is not of a run of {SCRIPT}.py: give --resume a run folder, or --evaluate an agent.pt in one.")
+
+
+def main():
+    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    given = {word.split("=")[0].replace("_", "-") for word in sys.argv[1:] if word.startswith("--")}  # what was typed
+    warnings.filterwarnings("ignore", message=".*(is out of date|render_modes|pickle protocol|Overwriting).*")
+    mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text, file=sys.stderr))
+    torch.set_num_threads(1)  # networks this small gain nothing from more
+    # ---- Set up, from the options or from a saved file
+    saved, iteration, last_returns, now = None, 0, [], f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    if args.resume is not None:
+        if extra := given - {"--resume", "--total-timesteps"}:
+            refuse(f"--resume takes its options from the checkpoint: leave out {' '.join(sorted(extra))}.")
+        run_dir, total_timesteps = Path(args.resume), args.total_timesteps
+        saved, args = load(run_dir / "checkpoint.pt")
+        args.total_timesteps = total_timesteps if "--total-timesteps" in given else args.total_timesteps
+    elif args.evaluate is not None:
+        saved, trained = load(args.evaluate)
+        args.clip_actions, args.env_id = trained.clip_actions, args.env_id if "--env-id" in given else trained.env_id
+    check(args)
+    batch_size, device = args.num_envs * args.num_steps, "cuda" if args.cuda else "cpu"
+    num_iterations = args.total_timesteps // batch_size
+    envs = [make_env(args, args.seed + i, draw=args.capture_video and i == 0) for i in range(args.num_envs)]
+    obs_size, action_space = envs[0].observation_space.shape[0], envs[0].action_space
+    torch.manual_seed(args.seed)
+    agent = Agent(obs_size, math.prod(action_space.shape), args.orthogonal_init).to(device)
+    if saved:
+        if any(saved["agent"][name].shape != tensor.shape for name, tensor in agent.state_dict().items()):
+            refuse(f"The saved agent does not fit {args.env_id}: its observations or actions have another size.")
+        agent.load_state_dict(saved["agent"])
+    if args.evaluate is not None:
+        video = Path(args.evaluate).parent / "videos" / f"evaluation-{now}" if args.capture_video else None
+        print(f"{args.env_id}: {play(agent, args, args.eval_episodes, video)}")
+        return
+    params = {name: p.detach() for name, p in agent.named_parameters()}  # the agent's own memory, updated in place
+    adam = {f"{moment}.{name}": torch.zeros_like(p) for moment in ("m", "v") for name, p in params.items()}
+    adam["step"] = torch.zeros((), device=device)
+    if saved:
+        iteration, last_returns = saved["iteration"], saved["last_returns"]
+        if iteration >= num_iterations:
+            refuse(f"{run_dir} has done {iteration * batch_size} steps: to go on, give a larger --total-timesteps.")
+        adam = {name: tensor.to(device) for name, tensor in saved["adam"].items()}
+        torch.set_rng_state(saved["torch_rng"])
+        for env, state in zip(envs, saved["env_rng"]):
+            env.unwrapped.np_random.bit_generator.state = state
+    else:
+        run_dir = Path("runs") / f"{args.env_id}__{args.exp_name}__{args.seed}__{now}".replace("/", "-")
+    writer = SummaryWriter(str(run_dir), purge_step=iteration * batch_size + 1 if saved else None)
+    writer.add_text("hyperparameters", "\n".join(f"    {key}: {value}" for key, value in vars(args).items()), iteration)
+    if args.track:
+        import wandb
+
+        where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "dir": str(run_dir)}
+        name = run_dir.resolve().name.replace(":", "-")
+        wandb.init(**where, id=name, name=name, resume="allow", config=vars(args))
+        wandb.define_metric("*", step_metric="global_step")
+
+    def log(values, global_step):
+        for key, value in values.items():
+            writer.add_scalar(key, value, global_step)
+        if args.track:
+            wandb.log(values | {"global_step": global_step})
+
+    shape = (args.num_steps, args.num_envs)
+    obs, next_obs = np.zeros((2, *shape, obs_size))
+    actions, (rewards, so_far) = np.zeros((*shape, len(agent.log_std)), np.float32), np.zeros((2, *shape))
+    terminated, ended = np.ones((2, *shape), bool)
+    episode_return, episode_length = [0.0] * args.num_envs, [0] * args.num_envs
+    update = None if args.compile else minibatch_step
+    stop = []  # Ctrl-C ends the run after the current iteration; a second one ends it at once
+    signal.signal(signal.SIGINT, lambda *_: (stop.append(True), signal.signal(signal.SIGINT, signal.SIG_DFL)))
+    go_on = f"To go on from the last checkpoint: python {sys.argv[0]} --resume {run_dir}"
+    bar = tqdm(total=num_iterations * batch_size, initial=iteration * batch_size, unit=" steps", unit_scale=True)
+    while True:
+        # ---- Checkpoint: at the start, every few iterations, and at the end
+        global_step, iteration_start, finished = iteration * batch_size, time.time(), iteration == num_iterations
+        leaving = finished or len(stop) > 0
+        if leaving or iteration % args.checkpoint_every == 0:
+            writer.flush()
+            data = {"script": SCRIPT, "args": vars(args), "agent": agent.state_dict()}
+            if finished:
+                save(data, run_dir / "agent.pt")
+            data |= {"adam": adam, "iteration": iteration, "last_returns": last_returns}
+            data |= {"env_rng": [env.unwrapped.np_random.bit_generator.state for env in envs]}
+            save(data | {"torch_rng": torch.get_rng_state()}, run_dir / "checkpoint.pt")
+        if leaving:
+            break
+        # ---- Collect a batch with pi_k. Acting needs no values: they are computed below, all at once
+        act, noise = agent.actor(), (torch.randn(actions.shape) * agent.log_std.detach().cpu().exp()).numpy()
+        for t in range(args.num_steps):
+            obs[t] = next_obs[t - 1]  # row -1 is still that of the last batch
+            for i, env in enumerate(envs):
+                if ended[t - 1, i]:  # reset only now: a checkpoint between episodes precedes the draw
+                    (obs[t, i], _), episode_return[i], episode_length[i] = env.reset(), 0.0, 0
+            actions[t] = act(obs[t]) + noise[t]
+            for i, env in enumerate(envs):
+                action = actions[t, i].astype(action_space.dtype).reshape(action_space.shape)
+                next_obs[t, i], reward, terminated[t, i], truncated, _ = env.step(action)
+                if not math.isfinite(reward + next_obs[t, i].sum()):
+                    sys.exit(f"\n{args.env_id} gave a NaN or an infinity. {go_on}")
+                so_far[t, i] = reward + args.gamma * so_far[t - 1, i] * (episode_length[i] > 0)  # discounted return
+                rewards[t, i], ended[t, i] = reward, terminated[t, i] or truncated
+                episode_return[i], episode_length[i] = episode_return[i] + reward, episode_length[i] + 1
+                if ended[t, i]:
+                    last_returns = [*last_returns[-99:], float(episode_return[i])]
+                    scalars = {"charts/episodic_return": last_returns[-1], "charts/episodic_length": episode_length[i]}
+                    log(scalars, global_step + t * args.num_envs + i + 1)
+        # ---- Advantages, and pi_k, under the normaliser updated with this batch: the fit begins at ratio 1 and KL 0
+        if args.normalize_rewards:  # by the spread of the discounted return so far
+            agent.return_moments = update_moments(agent.return_moments, torch.tensor(so_far, device=device).view(-1, 1))
+            rewards[:] = (rewards / math.sqrt(agent.return_moments[1].item() + 1e-8)).clip(-10, 10)
+        agent.obs_moments = update_moments(agent.obs_moments, torch.tensor(obs, device=device).flatten(0, 1))
+        inputs, next_inputs = (torch.tensor(agent.normalizer()(x), device=device) for x in (obs, next_obs))
+        with torch.no_grad():
+            old_mean, old_log_std, values = (x.clone() for x in agent(inputs))  # log_std will change in place
+            values, next_values = values.cpu().numpy(), agent.value(next_inputs).squeeze(-1).cpu().numpy()
+        worthless = terminated if args.bootstrap_truncation else ended
+        advantages = gae(rewards, values, next_values, worthless, ended, args.gamma, args.gae_lambda)
+        value_targets = advantages + values  # TD(lambda) returns
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        batch = (inputs, actions, advantages, value_targets, old_mean)
+        batch = [torch.as_tensor(x, dtype=torch.float32, device=device).flatten(0, 1) for x in batch]
+        # ---- Fit: epochs over the batch in minibatches
+        rate = torch.tensor(args.learning_rate * (1 - args.anneal_lr * iteration / num_iterations), device=device)
+        with torch.no_grad():
+            for epochs_used in range(1, args.max_epochs + 1):
+                order = torch.randperm(batch_size).unfold(0, args.minibatch_size, args.minibatch_size).to(device)
+                for minibatch in zip(*(x[order] for x in batch)):
+                    update = update or try_compile(params, adam, rate, agent, minibatch, old_log_std, args)
+                    update(params, adam, rate, agent, minibatch, old_log_std, args)
+            new_mean = torch.as_tensor(agent.actor()(obs.reshape(batch_size, -1)), device=device)
+            kl = gaussian_kl(new_mean, agent.log_std, batch[-1], old_log_std)  # in all states
+            _, (policy_loss, value_loss) = losses(params, agent, batch, old_log_std, args)
+        if not math.isfinite(policy_loss + value_loss + kl.mean()):
+            sys.exit(f"\nThe loss became NaN or infinite. {go_on}")
+        # ---- Log
+        iteration, global_step = iteration + 1, global_step + batch_size
+        scalars = {
+            "charts/SPS": batch_size / (time.time() - iteration_start),
+            "charts/learning_rate": rate.item(),
+            "losses/policy_loss": policy_loss.item(),
+            "losses/value_loss": value_loss.item(),
+            "losses/entropy": (agent.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum().item(),
+            "losses/explained_variance": 1 - np.var(value_targets - values) / (np.var(value_targets) + 1e-8),
+            "spu/kl_mean": kl.mean().item(),
+            "spu/kl_max": kl.max().item(),
+            "spu/epochs_used": epochs_used,
+        }
+        log(scalars, global_step)
+        bar.set_postfix_str(f"return {np.mean(last_returns or math.nan):.1f}, KL {kl.mean():.4f}, {epochs_used} epochs")
+        bar.update(batch_size)
+        if args.capture_video and 10 * iteration % num_iterations < 10:  # another tenth is done
+            video = run_dir / "videos" / f"step-{global_step}"
+            play(agent, args, 1, video)
+            if args.track:
+                wandb.log({"video": wandb.Video(f"{video}-episode-0.mp4"), "global_step": global_step})
+    bar.close()
+    if not finished:
+        print(f"Stopped after {global_step} steps. {go_on}")
+        sys.exit(130)
+    print(f"{args.env_id} after {global_step} steps: {play(agent, args, args.eval_episodes)}")
+    print(f"All is in {run_dir}/; to watch it: python {sys.argv[0]} --evaluate {run_dir}/agent.pt --capture-video")
+
+
+if __name__ == "__main__":
+    main()
