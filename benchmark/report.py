@@ -1,0 +1,459 @@
+"""Every table and picture of the benchmark, made from the CSV files in benchmark/results/.
+
+    python benchmark/report.py             # print the tables, put them into the READMEs, draw the pictures
+    python benchmark/report.py --check     # write nothing; exit code 1 if a table in a README is not the present one
+
+A README says where a table goes: what stands between `<!-- report: NAME -->` and `<!-- end of report -->` is replaced
+by it. The names are scores, improvement, ablation, iqm, steps_to_ppo, details, sensitivity and speed.
+
+The score of a run is the mean return of its last 100 episodes. With means over seeds, the paper's improvement of X over
+Y in an environment is (X - random) / (Y - random) - 1; random is the uniform policy of results/random.csv.
+Groups of runs may be missing or unfinished: what is there is reported, with the number of seeds.
+"""
+
+import csv
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import tyro
+from PIL import Image
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).resolve().parent.parent
+START, END = "<!-- report: ", "<!-- end of report -->"
+DETAIL_BASELINE = "tune_default"  # the group that the groups detail_* are compared with
+ABLATION_BASELINE = "spu"  # full SPU, with the options that the ablations switch off
+VECTORS = "sensitivity_"  # groups with one random vector of hyper-parameters each
+PAPER_ABLATION = {"no_kl_term": 4, "no_dynamic_stopping": 24, "no_per_state_acceptance": 9}  # % over TRPO; full SPU: 27
+PUBLISHED = "SPU as published"
+SMALL = ["HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Swimmer-v4"]  # the panels of the front page
+RANDOM_ACTIONS = "uniform"  # the rows of random.csv that count as the random policy; random_policy.py says why
+ALGORITHMS = {  # group: (name, colour), in this order in tables and legends
+    "trpo": ("TRPO", "#8a8a8a"),
+    "sb3_ppo": ("SB3 PPO", "#8e63b0"),
+    "ppo": ("our PPO", "#e0962b"),
+    "spu": ("SPU", "#1b6ca8"),
+    "spu_paper": ("SPU with the paper's settings", "#6db3e0"),
+    "linf": ("L-infinity SPU", "#3c8d40"),
+    "reverse_kl": ("reverse-KL SPU", "#c8553d"),
+}
+OTHERS = {"spu_3m": "SPU at 3M steps", "trpo_3m": "TRPO at 3M steps"}
+OTHERS |= {"no_kl_term": "no KL term", DETAIL_BASELINE: "baseline"}
+COMPARISONS = [  # X, Y, the paper's percentage of each environment as a column of published.csv, the paper's average
+    ("spu", "trpo", "spu_over_trpo_pct", 27),
+    ("spu", "sb3_ppo", "spu_over_ppo_pct", 17),
+    ("spu", "ppo", "spu_over_ppo_pct", 17),
+    ("spu_paper", "trpo", "spu_over_trpo_pct", 27),
+    ("spu_paper", "sb3_ppo", "spu_over_ppo_pct", 17),
+    ("sb3_ppo", "trpo", None, 9),
+    ("linf", "trpo", None, 6),
+    ("spu_3m", "trpo_3m", None, 28),
+]
+
+
+@dataclass
+class Args:
+    results: Path = ROOT / "benchmark" / "results"  # the CSV files, as GROUP/ENV__SEED.csv
+    output: Path = ROOT  # its README.md and benchmark/README.md get the tables, its benchmark/results/ the pictures
+    check: bool = False  # only say whether the tables of the READMEs are up to date
+
+
+# ---- Data: {environment: {seed: ...}} all the way
+
+
+@dataclass
+class Data:
+    runs: dict  # {group: {environment: {seed: curve}}}, a curve being rows (step, mean return of the last 100 episodes)
+    random: dict  # {environment: (mean, standard error)} of the random policy
+    published: dict  # {environment: {column of published.csv: number}}
+    options: dict  # {group: the options of its runs, but for environment and seed}
+    speed: list  # the rows of speed.csv
+
+    @property
+    def scores(self):  # {group: {environment: {seed: score}}}
+        return {
+            group: {env: {seed: float(curve[-1, 1]) for seed, curve in seeds.items()} for env, seeds in envs.items()}
+            for group, envs in self.runs.items()
+        }
+
+
+def load(results):
+    """Everything in the folder, and the published numbers."""
+    data = Data({}, {}, {}, {}, read_rows(results / "speed.csv"))
+    for path in sorted(results.glob("*/*__*.csv")):
+        lines, group, (env, seed) = path.read_text().splitlines(), path.parent.name, path.stem.rsplit("__", 1)
+        if rows := [line.split(",") for line in lines if line[:1].isdigit()]:
+            data.runs.setdefault(group, {}).setdefault(env, {})[int(seed)] = np.array(rows, float)
+            data.options[group] = re.sub(r" --(env-id|seed) \S+", "", lines[0]).partition(".py")[2].strip()
+    for row in read_rows(results / "random.csv"):
+        if row["actions"] == RANDOM_ACTIONS:
+            data.random[row["env_id"]] = float(row["mean"]), float(row["standard_error"])
+    for row in read_rows(Path(__file__).with_name("published.csv")):
+        env = row.pop("env").replace("-v2", "-v4")  # the nearest there is today
+        data.published[env] = {column: float(value) for column, value in row.items()}
+    return data
+
+
+def read_rows(path):
+    """The rows of a CSV file as dictionaries, without its comments; none if there is no file."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+# ---- Numbers
+
+
+def mean(values):
+    return float(np.mean(list(values)))
+
+
+def improvement(x, y, random):
+    """{environment: (X - random) / (Y - random) - 1} where both have runs and Y is better than random."""
+    result = {}
+    for env in sorted(x.keys() & y.keys() & random.keys()):
+        gain, base = (mean(scores[env].values()) - random[env][0] for scores in (x, y))
+        if base > 0:
+            result[env] = gain / base - 1
+    return result
+
+
+def shared(x, y):
+    """The part of x whose environments and seeds y has too."""
+    both = {env: {seed: x[env][seed] for seed in sorted(x[env].keys() & y[env].keys())} for env in x.keys() & y.keys()}
+    return {env: seeds for env, seeds in sorted(both.items()) if seeds}
+
+
+def iqm(x):
+    """Interquartile mean over the last axis: the lowest and the highest quarter are left out."""
+    cut = x.shape[-1] // 4
+    return np.sort(x)[..., cut : x.shape[-1] - cut].mean(-1)
+
+
+def interval(statistic, strata):
+    """95 % bootstrap interval; what is drawn again is the seeds (the first axis) within each stratum."""
+    generator = np.random.default_rng(0)
+    draws = [x[generator.integers(len(x), size=(2000, len(x)))] for x in strata]
+    return np.percentile(statistic(np.concatenate(draws, axis=1)), [2.5, 97.5], axis=0)
+
+
+def align(curves):
+    """Curves of several seeds on the steps that all of them cover: steps (n), returns (seeds, n)."""
+    first, last = max(curve[0, 0] for curve in curves), min(curve[-1, 0] for curve in curves)
+    steps = np.unique(np.concatenate([curve[:, 0] for curve in curves]))
+    steps = steps[(first <= steps) & (steps <= last)]
+    return steps, np.array([np.interp(steps, *curve.T) for curve in curves])
+
+
+def steps_to(threshold, curves):
+    """The step at which the mean of the curves first reaches the threshold, or None."""
+    steps, returns = align(curves)
+    reached = steps[returns.mean(0) >= threshold - 1e-6]  # the threshold may be such a mean itself, rounded otherwise
+    return float(reached[0]) if len(reached) else None
+
+
+# ---- Text
+
+
+def name(group):
+    plain = group.removeprefix("detail_").replace("_", " ")
+    return ALGORITHMS[group][0] if group in ALGORITHMS else OTHERS.get(group, plain)
+
+
+def percent(values):
+    """The mean of some improvements."""
+    return f"{round(100 * mean(values)):+d} %" if values else "—"
+
+
+def number(x, error=None):
+    digits = 0 if abs(x) >= 100 else 1
+    return f"{x:.{digits}f}" + (f" ± {error:.{digits}f}" if error is not None else "")
+
+
+def cell(seeds):
+    """mean ± standard error (number of seeds)"""
+    x = list(seeds.values())
+    error = np.std(x, ddof=1) / len(x) ** 0.5 if len(x) > 1 else None
+    return f"{number(mean(x), error)} ({len(x)})" if x else "—"
+
+
+def span(numbers):
+    low, high = int(min(numbers)), int(max(numbers))
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def markdown(header, rows, sentence, data=None, groups=()):
+    """A table, and a line under it that ends with the seeds and steps of its groups."""
+    if not rows:
+        return "There are no runs for this table yet."
+    groups = [group for group in groups if group in data.runs]
+    if groups:
+        seeds = [span([len(seeds) for seeds in data.runs[group].values()]) for group in groups]
+        counts = ", ".join(f"{name(group)} {n}" for group, n in zip(groups, seeds))
+        steps = [c[-1, 0] for group in groups for seeds in data.runs[group].values() for c in seeds.values()]
+        sentence += f" Seeds per environment: {counts if len(set(seeds)) > 1 else seeds[0]}. Steps: {span(steps)}."
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join([*("| " + " | ".join(map(str, line)) + " |" for line in lines), "", sentence])
+
+
+# ---- Tables
+
+
+def scores_table(data):
+    groups = [group for group in ALGORITHMS if group in data.runs]
+    columns = {name(group): {env: cell(seeds) for env, seeds in data.scores[group].items()} for group in groups}
+    envs = sorted({env for column in columns.values() for env in column})
+    random = {env: number(*pair) for env, pair in data.random.items()}
+    published = {env: f"{row['spu']:g}" for env, row in data.published.items()}
+    columns = list(({"random": random, PUBLISHED: published} | columns).items())
+    columns.sort(key=lambda column: "SPU" in column[0])  # the peers, then all that is SPU
+    rows = [[env, *(column.get(env, "—") for _, column in columns)] for env in envs]
+    sentence = "Mean return of the last 100 episodes ± standard error over seeds (number of seeds)."
+    return markdown(["", *(title for title, _ in columns)], rows, sentence, data, groups)
+
+
+def improvement_table(data):
+    """Per environment and on average, each with the paper's percentage in brackets."""
+    scores, columns = data.scores, {}
+    for x, y, key, average in COMPARISONS:
+        if values := improvement(scores.get(x, {}), scores.get(y, {}), data.random):
+            paper = {env: f" ({row[key]:+.0f})" for env, row in data.published.items()} if key else {}
+            column = {env: percent([value]) + paper.get(env, "") for env, value in values.items()}
+            columns[x, y] = column, f"**{percent(values.values())}** ({average:+d})", f"{len(values)} (10)"
+    cells, averages, counts = zip(*columns.values()) if columns else ((), (), ())
+    rows = [[env, *(column.get(env, "—") for column in cells)] for env in sorted(set().union(*cells))]
+    rows += [["**average**", *averages], ["environments", *counts]] if columns else []
+    header = ["", *(f"{name(x)} over {name(y)}" for x, y in columns)]
+    sentence = "(X − random) / (Y − random) − 1 of means over seeds; in brackets the paper's, of 10 seeds."
+    return markdown(header, rows, sentence, data, dict.fromkeys(group for pair in columns for group in pair))
+
+
+def ablation_table(data):
+    """Every row on the runs (environment and seed) that both the ablation and full SPU have."""
+    scores, rows, used = data.scores, [], {}
+    full, trpo = (scores.get(group, {}) for group in (ABLATION_BASELINE, "trpo"))
+    for group in PAPER_ABLATION:
+        part = shared(scores.get(group, {}), full)
+        if values := improvement(part, trpo, data.random):
+            part = {env: part[env] for env in values}
+            same = improvement(shared(full, part), trpo, data.random)
+            paper, count = f"{PAPER_ABLATION[group]:+d} %", sum(map(len, part.values()))
+            rows.append([name(group), percent(values.values()), percent(same.values()), paper, len(part), count])
+            for env in part:
+                used.setdefault(env, {}).update(part[env])
+    part = shared(full, used)
+    value = percent(improvement(part, trpo, data.random).values())
+    rows = [["full SPU", value, value, "+27 %", len(part), sum(map(len, part.values()))], *rows] if rows else []
+    header = ["", "over TRPO", "full SPU on the same runs", "over TRPO in the paper", "environments", "runs"]
+    sentence = "(X − random) / (TRPO − random) − 1, on the environments and seeds that both X and full SPU have."
+    return markdown(header, rows, sentence, data, [ABLATION_BASELINE, *PAPER_ABLATION, "trpo"])
+
+
+def iqm_table(data):
+    rows = []
+    for group in (group for group in ALGORITHMS if group in data.runs):
+        strata = []
+        for env, seeds in data.scores[group].items():
+            if env in data.random and env in data.published:
+                zero, one = data.random[env][0], data.published[env]["spu"]
+                strata.append((np.array(list(seeds.values())) - zero) / (one - zero))
+        if strata:
+            runs, (low, high) = np.concatenate(strata), interval(iqm, strata)
+            bounds = f"{low:.2f} to {high:.2f}" if min(map(len, strata)) > 1 else "—"  # one seed has no spread
+            rows.append([name(group), f"{iqm(runs):.2f}", bounds, len(strata), len(runs)])
+    header = ["", "interquartile mean", "95 % interval", "environments", "runs"]
+    sentence = "0 is the random policy, 1 the published SPU; no interval where an environment has one seed."
+    sentence += " Compare only rows with the same environments."
+    return markdown(header, rows, sentence, data, ALGORITHMS)
+
+
+def steps_to_ppo_table(data):
+    rows, groups = [], [group for group in ALGORITHMS if group in data.runs]
+    for reference in (group for group in ("sb3_ppo", "ppo") if group in data.runs):
+        for env, seeds in data.scores[reference].items():
+            row, score = [], mean(seeds.values())
+            for group in groups:
+                curves = list(data.runs[group].get(env, {}).values())
+                step = steps_to(score, curves) if curves else None
+                row.append(f"{step / 1e6:.2f}" if step else "—" if curves else "")
+            rows.append([f"{env}, {name(reference)}", number(score), *row])
+    sentence = "Million steps until the mean curve first reaches that score (—: not at all; nothing: no runs)."
+    return markdown(["final score of", "", *map(name, groups)], rows, sentence, data, groups)
+
+
+def details_table(data):
+    """Each implementation detail against the same environments and seeds without it."""
+    scores, rows = data.scores, []
+    baseline = scores.get(DETAIL_BASELINE, {})
+    groups = [group for group in scores if group.startswith("detail_") and shared(scores[group], baseline)]
+    envs = sorted({env for group in groups for env in shared(scores[group], baseline)})
+    for group in [DETAIL_BASELINE, *groups] if groups else []:
+        part = shared(scores[group], baseline)
+        change = percent(improvement(part, shared(baseline, part), data.random).values())
+        rows.append([name(group), *(cell(part.get(env, {})) for env in envs), change])
+    sentence = "Tuning seeds. The last column is the improvement on the same environments and seeds."
+    return markdown(["", *envs, "over the baseline"], rows, sentence, data, [DETAIL_BASELINE, *groups])
+
+
+def sensitivity(data):
+    """{group: mean improvement over TRPO} of the random hyper-parameter vectors, the worst first."""
+    scores = data.scores
+    values = {g: improvement(scores[g], scores.get("trpo", {}), data.random) for g in scores if g.startswith(VECTORS)}
+    return dict(sorted(((group, mean(v.values())) for group, v in values.items() if v), key=lambda item: item[1]))
+
+
+def sensitivity_table(data):
+    values = sensitivity(data)
+    rows = [[f"`{data.options[g]}`", percent([value]), ", ".join(data.runs[g])] for g, value in values.items()]
+    if not rows:
+        return markdown([], [], "")
+    x = list(values.values())
+    sentence = (
+        f"{sum(v > 0 for v in x)} of {len(x)} beat TRPO; 75 % are better by at least {percent([x[len(x) // 4]])}, "
+    )
+    sentence += f"50 % by {percent([x[len(x) // 2]])}; in the paper all of 100 do, 75 % by +18 %, 50 % by +21 %."
+    return markdown(["options", "over TRPO", "environments"], rows, sentence, data, [*values, "trpo"])
+
+
+def speed_table(data):
+    rows = []
+    for env in dict.fromkeys(row["env_id"] for row in data.speed):
+        columns = ("spu_steps_per_second", "sb3_ppo_steps_per_second", "ratio", "spu_memory_mb")
+        part = np.array([[float(row[column]) for column in columns] for row in data.speed if row["env_id"] == env])
+        (spu, peer, ratio, memory), (_, _, low, _), (_, _, high, _) = np.median(part, 0), part.min(0), part.max(0)
+        ratios = f"{ratio:.1f} ({low:.1f} to {high:.1f})"
+        rows.append([env, f"{spu:.0f}", f"{peer:.0f}", ratios, f"{memory:.0f} MB", len(part)])
+    header = ["", "SPU, steps/s", f"{name('sb3_ppo')}, steps/s", "ratio", "memory of SPU", "rounds"]
+    return markdown(header, rows, "Medians (and the range) of rounds that run both in turn, one thread each.")
+
+
+TABLES = {"scores": scores_table, "improvement": improvement_table, "ablation": ablation_table, "iqm": iqm_table}
+TABLES |= {"steps_to_ppo": steps_to_ppo_table, "details": details_table, "sensitivity": sensitivity_table}
+TABLES |= {"speed": speed_table}
+
+
+def fill(text, tables):
+    """The text with each table between its markers."""
+
+    def put(match):
+        table, old = match.groups()
+        if table not in tables:
+            raise ValueError(f"There is no table {table}: the tables are {', '.join(tables)}.")
+        if START in old:
+            raise ValueError(f"The table {table} has no `{END}`.")
+        return f"{START}{table} -->\n\n{tables[table]}\n\n{END}"
+
+    if text.count(START) != text.count(END):
+        raise ValueError(f"Each `{START}NAME -->` needs its `{END}`.")
+    return re.sub(f"{START}(.*?) -->(.*?){END}", put, text, flags=re.DOTALL)
+
+
+# ---- Pictures
+
+
+def draw_curves(data, envs, path):
+    """A panel per environment: mean over seeds, a 95 % bootstrap interval, and the published score of SPU."""
+    columns = min(len(envs), 4)
+    rows = -(-len(envs) // columns)
+    full = rows * columns == len(envs)  # no place left for the legend, so it goes below
+    size = (2.9 * columns, 2.3 * rows + 0.6 * full)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    handles = {}
+    for index, (axis, env) in enumerate(zip(axes.flat, envs)):
+        for order, (group, (title, color)) in enumerate(ALGORITHMS.items()):
+            if curves := list(data.runs.get(group, {}).get(env, {}).values()):
+                steps, returns = align(curves)
+                front = 20 if group == "spu" else 3 + order
+                line = {"color": color, "lw": 2 if group == "spu" else 1.4, "zorder": front}
+                handles[title] = axis.plot(steps / 1e6, returns.mean(0), **line)[0]
+                if len(curves) > 1:
+                    low, high = interval(lambda draws: draws.mean(1), [returns])
+                    axis.fill_between(steps / 1e6, low, high, color=color, alpha=0.15, lw=0, zorder=front - 1)
+        if env in data.published:
+            line = axis.axhline(data.published[env]["spu"], color="0.25", lw=1.2, ls=":", zorder=2)
+            handles[PUBLISHED] = line
+        axis.set_title(env, fontsize=10)
+        axis.set_xlabel("million steps" if index + columns >= len(envs) else "", fontsize=9)
+        axis.yaxis.set_major_formatter(lambda y, _: f"{y / 1000:g}k" if abs(y) >= 10_000 else f"{y:g}")
+        axis.set_xlim(left=0)
+        axis.tick_params(labelsize=8, length=2)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(color="0.93")
+    for axis in axes.flat[len(envs) :]:
+        axis.axis("off")
+    titles = [title for title in [*(title for title, _ in ALGORITHMS.values()), PUBLISHED] if title in handles]
+    legend = {"handles": [handles[title] for title in titles], "labels": titles, "frameon": False, "fontsize": 9}
+    if full:
+        figure.legend(loc="outside lower center", ncols=4, **legend)
+    else:
+        axes.flat[-1].legend(loc="center right", **legend)
+    figure.supylabel("return of the last 100 episodes", fontsize=9)
+    save(figure, path)
+
+
+def draw_sensitivity(data, path):
+    """The share of the hyper-parameter vectors whose improvement over TRPO is at most x."""
+    x = 100 * np.array(list(sensitivity(data).values()))
+    figure, axis = plt.subplots(figsize=(4.6, 3.2), layout="constrained")
+    axis.ecdf(x, color=ALGORITHMS["spu"][1], lw=2, label=f"here, {len(x)} vectors")
+    axis.plot([18, 21], [0.25, 0.5], "o", color="0.25", label="the paper, 100 vectors")
+    axis.axvline(0, color="0.7", lw=1, zorder=0)
+    axis.set(xlabel="improvement over TRPO, %", ylabel="share of the vectors", ylim=(0, 1.02))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=9)
+    save(figure, path)
+
+
+def save(figure, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)  # 256 colours: a third of the size
+    plt.close(figure)
+    print(f"wrote {path.name}")
+
+
+def refuse(sentence, code=2):
+    print(f"report.py: {sentence}", file=sys.stderr)
+    sys.exit(code)
+
+
+def main():
+    args = tyro.cli(Args, description=__doc__)
+    if not args.results.is_dir():
+        refuse(f"there is no folder {args.results}.")
+    data = load(args.results)
+    tables = {table: make(data) for table, make in TABLES.items()}
+    for readme in (path for path in (args.output / "README.md", args.output / "benchmark/README.md") if path.exists()):
+        old = readme.read_text()
+        try:
+            new = fill(old, tables)
+        except ValueError as error:
+            refuse(f"{readme.relative_to(args.output)}: {error}")
+        if args.check and new != old:
+            refuse(f"{readme.relative_to(args.output)} is out of date: run `python benchmark/report.py`.", 1)
+        if new != old:
+            readme.write_text(new)
+    if args.check:
+        return
+    print("\n\n".join(f"## {title}\n\n{table}" for title, table in tables.items()))
+    envs, pictures = (
+        {env for group in ALGORITHMS for env in data.runs.get(group, {})},
+        args.output / "benchmark/results",
+    )
+    for title, panels in (
+        ("learning_curves", sorted(envs)),
+        ("learning_curves_small", [e for e in SMALL if e in envs]),
+    ):
+        if panels:
+            draw_curves(data, panels, pictures / f"{title}.png")
+    if sensitivity(data):
+        draw_sensitivity(data, pictures / "sensitivity.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""The report: tables and pictures from a small made-up set of runs whose right answers are known by hand."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from PIL import Image
+
+from benchmark import report
+
+# A score of 142 in Hopper is random and 2142 the published SPU: 0 and 1 when normalised. In Walker2d 663 and 2663.
+RANDOM = "env_id,actions,episodes,mean,standard_error\n" + "".join(
+    f"{env},gaussian,100,9999,1\n{env},uniform,100,{mean},1.5\n"
+    for env, mean in (("Hopper-v4", 142), ("Walker2d-v4", 663))
+)
+SPEED = "env_id,round,spu_steps_per_second,sb3_ppo_steps_per_second,ratio,spu_memory_mb\n"
+SPEED += "Hopper-v4,1,3000,1000,3,400\nHopper-v4,2,3300,1000,3.3,410\nHopper-v4,3,5000,1000,5,420\n"
+STEP = 204_800
+
+
+def add(results, group, env, seed, *returns, first=1, flags=""):
+    """A run with these returns, one every STEP steps."""
+    path = results / group / f"{env}__{seed}.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = (
+        f"# command: python spu_continuous.py --env-id {env} --seed {seed}{flags}\n# versions: torch 2\n# seconds: 1\n"
+    )
+    rows = "".join(f"{STEP * i},{value}\n" for i, value in enumerate(returns, first))
+    path.write_text(f"{header}step,return\n{rows}")
+
+
+def run(folder, *options, code=0):
+    command = [sys.executable, str(ROOT / "benchmark" / "report.py"), "--output", str(folder)]
+    command += ["--results", str(folder / "benchmark" / "results"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def markers(*names):
+    return "# Title\n\n" + "".join(
+        f"{name}:\n<!-- report: {name} -->\nold\n<!-- end of report -->\n\n" for name in names
+    )
+
+
+@pytest.fixture(scope="module")
+def made_up(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    results = folder / "benchmark" / "results"
+    add(results, "trpo", "Hopper-v4", 1, 142, 900, 1142)  # normalised: 0.5
+    add(results, "trpo", "Walker2d-v4", 1, 663, 1000, 1663)  # 0.5
+    add(results, "sb3_ppo", "Hopper-v4", 1, 142, 800, 1642)  # 0.75
+    add(results, "ppo", "Hopper-v4", 1, 142, 1000, 2142)  # 1
+    add(results, "spu", "Hopper-v4", 1, 142, 1000, 1442)  # 0.65
+    add(results, "spu", "Hopper-v4", 2, 2400, 1842, first=2)  # 0.85; its first episode ended later
+    add(results, "spu", "Walker2d-v4", 1, 663, 2663)  # 1; a shorter run
+    for seed, score in enumerate((142, 1142, 1542, 18142), 1):  # 0, 0.5, 0.7, 9
+        add(results, "reverse_kl", "Hopper-v4", seed, score)
+    add(results, "no_kl_term", "Hopper-v4", 2, 1142)
+    add(results, "no_kl_term", "Hopper-v4", 7, 99999)  # full SPU has no seed 7
+    add(results, "no_dynamic_stopping", "Hopper-v4", 7, 1142)
+    add(results, "tune_default", "Hopper-v4", 101, 1142)
+    add(results, "detail_clip_actions", "Hopper-v4", 101, 642)
+    add(results, "detail_clip_actions", "Hopper-v4", 102, 99999)
+    add(results, "sensitivity_1", "Hopper-v4", 1, 1342, flags=" --delta 0.06 --lam 1.1")
+    add(results, "sensitivity_2", "Hopper-v4", 1, 1042, flags=" --delta 0.05 --lam 1.2")
+    add(results, "spu_3m", "Hopper-v4", 1, 2142)
+    add(results, "trpo_3m", "Hopper-v4", 1, 1142)
+    (results / "random.csv").write_text(RANDOM)
+    (results / "speed.csv").write_text(SPEED)
+    (folder / "README.md").write_text(markers("scores", "improvement"))
+    others = ("ablation", "iqm", "steps_to_ppo", "details", "sensitivity", "speed")
+    (folder / "benchmark" / "README.md").write_text(markers(*others))
+    run(folder)
+    return folder
+
+
+def table(folder, name):
+    """{row: {column: cell}} and the line under the table, from the README that has it."""
+    text = "".join((folder / path).read_text() for path in ("README.md", "benchmark/README.md"))
+    content = re.search(f"<!-- report: {name} -->(.*?)<!-- end of report -->", text, re.DOTALL)[1].strip()
+    lines, _, footnote = content.partition("\n\n")
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines.splitlines()]
+    return {row[0]: dict(zip(header[1:], row[1:], strict=True)) for row in rows}, footnote
+
+
+def test_scores_are_means_with_standard_errors_and_seeds(made_up):
+    rows, footnote = table(made_up, "scores")
+    assert list(rows) == ["Hopper-v4", "Walker2d-v4"]
+    assert rows["Hopper-v4"] == {
+        "random": "142 ± 2",
+        "TRPO": "1142 (1)",
+        "SB3 PPO": "1642 (1)",
+        "our PPO": "2142 (1)",
+        "SPU as published": "2142",
+        "SPU": "1642 ± 200 (2)",
+        "reverse-KL SPU": "5242 ± 4310 (4)",
+    }
+    assert rows["Walker2d-v4"]["SPU"] == "2663 (1)" and rows["Walker2d-v4"]["SB3 PPO"] == "—"
+    assert "TRPO 1, SB3 PPO 1, our PPO 1, SPU 1 to 2, reverse-KL SPU 4. Steps: 204,800 to 614,400." in footnote
+
+
+def test_improvement_is_the_papers_metric_over_the_environments_that_both_have(made_up):
+    rows, _ = table(made_up, "improvement")
+    columns = ["SPU over TRPO", "SPU over SB3 PPO", "SPU over our PPO", "SB3 PPO over TRPO"]
+    columns.append("SPU at 3M steps over TRPO at 3M steps")
+    assert {row: list(cells.values()) for row, cells in rows.items()} == {
+        "Hopper-v4": ["+50 % (+6)", "+0 % (+13)", "-25 % (+13)", "+50 %", "+100 %"],
+        "Walker2d-v4": ["+100 % (+17)", "—", "—", "—", "—"],
+        "**average**": ["**+75 %** (+27)", "**+0 %** (+17)", "**-25 %** (+17)", "**+50 %** (+9)", "**+100 %** (+28)"],
+        "environments": ["2 (10)", "1 (10)", "1 (10)", "1 (10)", "1 (10)"],
+    }
+    assert list(rows["Hopper-v4"]) == columns
+
+
+def test_ablation_compares_the_same_environments_and_seeds(made_up):
+    rows, _ = table(made_up, "ablation")
+    assert {row: list(cells.values()) for row, cells in rows.items()} == {
+        "full SPU": ["+70 %", "+70 %", "+27 %", "1", "1"],
+        "no KL term": ["+0 %", "+70 %", "+4 %", "1", "1"],
+    }
+
+
+def test_interquartile_mean_and_its_interval(made_up):
+    rows, _ = table(made_up, "iqm")
+    assert list(rows["reverse-KL SPU"].values()) == ["0.60", "0.00 to 9.00", "1", "4"]
+    assert list(rows["SPU"].values()) == [
+        "0.83",
+        "—",
+        "2",
+        "3",
+    ]  # of 0.65, 0.85 and 1; one seed of Walker2d: no interval
+
+
+def test_steps_until_the_mean_curve_reaches_ppo(made_up):
+    rows, _ = table(made_up, "steps_to_ppo")
+    cells = {"": "1642", "TRPO": "—", "SB3 PPO": "0.61", "our PPO": "0.61", "SPU": "0.41", "reverse-KL SPU": "0.20"}
+    assert rows["Hopper-v4, SB3 PPO"] == cells
+    assert rows["Hopper-v4, our PPO"] == cells | {"": "2142", "SB3 PPO": "—", "SPU": "—"}
+
+
+def test_details_sensitivity_and_speed(made_up):
+    rows, _ = table(made_up, "details")
+    assert (
+        list(rows["clip actions"].values()) == ["642 (1)", "-50 %"] and list(rows["baseline"].values())[0] == "1142 (1)"
+    )
+    rows, footnote = table(made_up, "sensitivity")
+    assert {row: cells["over TRPO"] for row, cells in rows.items()} == {
+        "`--delta 0.05 --lam 1.2`": "-10 %",
+        "`--delta 0.06 --lam 1.1`": "+20 %",
+    }
+    assert footnote.startswith("1 of 2 beat TRPO; 75 % are better by at least -10 %, 50 % by +20 %")
+    rows, _ = table(made_up, "speed")
+    assert list(rows["Hopper-v4"].values()) == ["3300", "1000", "3.3 (3.0 to 5.0)", "410 MB", "3"]
+
+
+def test_pictures_are_drawn_and_small(made_up):
+    for name in ("learning_curves", "learning_curves_small", "sensitivity"):
+        path = made_up / "benchmark" / "results" / f"{name}.png"
+        assert path.stat().st_size < 300_000
+        pixels = np.array(Image.open(path).convert("RGB")).reshape(-1, 3)
+        spu = [int(report.ALGORITHMS["spu"][1][i : i + 2], 16) for i in (1, 3, 5)]
+        assert (np.abs(pixels - spu).max(1) < 12).sum() > 100, name  # a line in SPU's colour
+
+
+def test_a_second_report_changes_nothing_and_check_sees_a_new_run(made_up):
+    before = (made_up / "README.md").read_text()
+    assert before.startswith("# Title\n\nscores:\n<!-- report: scores -->\n\n|") and "old" not in before
+    run(made_up, "--check")
+    added = made_up / "benchmark" / "results" / "spu" / "Walker2d-v4__2.csv"
+    add(added.parent.parent, "spu", "Walker2d-v4", 2, 663)
+    try:
+        assert "README.md is out of date" in run(made_up, "--check", code=1).stderr
+        assert (made_up / "README.md").read_text() == before
+    finally:
+        added.unlink()
+
+
+def test_without_runs_there_are_no_tables_and_no_pictures(tmp_path):
+    (tmp_path / "benchmark" / "results").mkdir(parents=True)
+    (tmp_path / "README.md").write_text(markers(*report.TABLES))
+    run(tmp_path)
+    assert (tmp_path / "README.md").read_text().count("There are no runs for this table yet.") == len(report.TABLES)
+    assert not list(tmp_path.rglob("*.png"))
+    (tmp_path / "README.md").write_text(markers("score"))
+    (line,) = run(tmp_path, code=2).stderr.splitlines()
+    assert line.startswith("report.py: README.md: There is no table score: the tables are scores, improvement")
+
+
+def test_the_pure_functions():
+    assert report.iqm(np.array([100, 5, 0, 1, 2, 6, 3, 4])) == 3.5  # of 2, 3, 4, 5
+    low, high = report.interval(report.iqm, [np.array([1.0, 1.0]), np.array([3.0])])
+    assert low == high == 5 / 3  # what is drawn again is the seeds of an environment, not the environments
+    random = {"a": (10.0, 0), "b": (0.0, 0), "c": (5.0, 0)}
+    x, y = {"a": {1: 30, 2: 50}, "b": {1: 5}, "c": {1: 9}}, {"a": {3: 20}, "b": {1: -1}}
+    assert report.improvement(x, y, random) == {"a": 2.0}  # no percentage of b, where y is worse than random
+    assert report.shared(x, {"a": {2: 0}, "b": {2: 0}}) == {"a": {2: 50}}
+    curves = [np.array([[10, 0.0], [20, 10], [40, 30]]), np.array([[20, 20.0], [30, 20], [40, 40], [50, 90]])]
+    steps, returns = report.align(curves)
+    assert steps.tolist() == [20, 30, 40] and returns.tolist() == [[10, 20, 30], [20, 20, 40]]
+    assert report.steps_to(20, curves) == 30 and report.steps_to(36, curves) is None
+    text = markers("one", "two")
+    filled = report.fill(text, {"one": "1", "two": r"2 \1"})
+    assert filled == report.fill(filled, {"one": "1", "two": r"2 \1"}) != text
+    assert "one:\n<!-- report: one -->\n\n1\n\n<!-- end" in filled and "\n\n2 \\1\n\n<!-- end" in filled
+    with pytest.raises(ValueError, match="There is no table two: the tables are one"):
+        report.fill(text, {"one": "1"})
+    first_open, last_open = text.replace(report.END, "", 1) + report.END, text.rstrip().removesuffix(report.END)
+    for broken in (first_open, last_open):
+        with pytest.raises(ValueError, match="end of report"):
+            report.fill(broken, {"one": "1", "two": "2"})
+
+
+def test_the_tables_in_the_readmes_are_those_of_the_committed_runs():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmark/report.py"), "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_peers_refuse_an_unknown_environment_or_say_what_is_missing():
+    command = [sys.executable, str(ROOT / "benchmark/peers.py"), "--algorithm", "ppo", "--env-id", "nonsense"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and ("nonsense cannot be made" in line or "pip install -r benchmark/req" in line)
