@@ -24,7 +24,8 @@ def command(script, *options):
 
 
 def environment(**extra):
-    return os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "PYTHONPATH": str(ROOT / "tests")} | extra
+    quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1"}  # a core for each test
+    return os.environ | quiet | {"PYTHONPATH": str(ROOT / "tests")} | extra
 
 
 def run(script, *options, cwd, code=0, **extra):
