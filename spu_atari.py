@@ -46,13 +46,14 @@ from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
 RANK, WORLD = int(os.getenv("RANK", "0")), int(os.getenv("WORLD_SIZE", "1"))  # this process, of how many: from torchrun
+LOCAL_RANK = int(os.getenv("LOCAL_RANK", "0"))  # among those of this machine
 
 
 @dataclass
 class Args:
     env_id: str = "Breakout"  # an Atari game: Breakout, BreakoutNoFrameskip-v4 and ALE/Breakout-v5 are the same
     exp_name: str = SCRIPT  # part of the run folder's name
-    seed: int = 1  # of the network; plus 10000 x the process's rank, of the actions, minibatches and games
+    seed: int = 1  # of the network; plus 10000 x the process's rank, of its games, actions and minibatches
     total_timesteps: int = 10_000_000  # environment steps (of 4 frames) of all processes, in whole batches
     # The algorithm, in the symbols of the paper's section 5.1
     lam: float = 1.1  # lambda, the temperature of the target pi_k exp(A / lambda): smaller is greedier
@@ -79,7 +80,7 @@ class Args:
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "spu"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases team or user
-    capture_video: bool = False  # film a game at every tenth of the training, or of --evaluate
+    capture_video: bool = False  # film a game at every tenth of the training, or the first of --evaluate
     checkpoint_every: int = 10  # iterations between checkpoints
     resume: str | None = None  # a run folder to go on from, with its options; only --total-timesteps may be given too
     evaluate: str | None = None  # an agent.pt to replay instead of training
@@ -103,7 +104,7 @@ def check(args):
         ("minibatch_size", lambda x: 1 <= x <= batch, f"between 1 and the batch ({batch} samples of all processes)"),
         ("minibatch_size", lambda x: x % WORLD == 0, f"a multiple of the number of processes, {WORLD}"),
         ("total_timesteps", lambda x: x >= batch, f"at least one batch ({batch} samples of all processes)"),
-        ("cuda", lambda x: not x or torch.cuda.is_available(), "left out: torch sees no GPU here"),
+        ("cuda", lambda x: not x or torch.cuda.device_count() > LOCAL_RANK, "left out: no GPU for this process"),
         ("track", lambda x: not x or find_spec("wandb"), "left out, or wandb installed: `pip install wandb`"),
         ("capture_video", lambda x: not x or find_spec("moviepy"), "left out, or moviepy installed"),
     ]
@@ -136,9 +137,9 @@ def make_env(args, seed, draw=False):
 
 
 class Games:
-    """Games side by side in ale-py's C++ threads, with the usual preprocessing: up to 30 no-ops at the start, then fire
-    where the game needs it; each action for 4 frames; seen are the last 4 steps, each as the maximum of its last two
-    frames, 84 x 84 and grey. A lost life ends the return that is learnt from, but the game goes on."""
+    """Games side by side in ale-py's C++ threads, with the usual preprocessing: at the start FIRE, if the game has it,
+    and a random number of no-ops, up to 30; then each action for 4 frames. Seen are the last 4 steps, each the maximum
+    of its last two frames, 84 x 84 and grey. A lost life ends the return that is learnt from, but the game goes on."""
 
     def __init__(self, args, seed, **changes):
         options = {"life_loss_info": True, "reward_clipping": False, "autoreset_mode": "SameStep"}
@@ -148,8 +149,8 @@ class Games:
         self.frames, (self.scores, self.lengths) = info["episode_frame_number"], np.zeros((2, args.num_envs))
 
     def step(self, actions):
-        """Returns rewards, which games lost a life, which ran out of time and what was seen last where they did (obs is
-        the new game already), and (index, score over all lives, length) of those that are over."""
+        """Returns rewards; which games lost a life, the last one included; which ran out of time, and what was seen
+        last where they did (obs is the new game already); and (index, score of all lives, length) of those now over."""
         self.obs, rewards, lost, truncated, info = self.envs.step(actions)
         self.scores, self.lengths = self.scores + rewards, self.lengths + 1
         over = info["episode_frame_number"] < self.frames  # a new game has begun; the number of lives need not tell
@@ -175,10 +176,10 @@ class Agent(nn.Module):
         layers += [nn.ReLU(), layer(nn.Conv2d(64, 64, 3), gain), nn.ReLU(), nn.Flatten()]
         self.trunk = nn.Sequential(*layers, layer(nn.Linear(3136, 512), gain), nn.ReLU())
         self.policy, self.value = layer(nn.Linear(512, num_actions), 0.01), layer(nn.Linear(512, 1), 1.0)
-        self.to(memory_format=torch.channels_last)  # half as fast again on a CPU
+        self.to(memory_format=torch.channels_last)  # 1.5 times as fast on a CPU
 
     def forward(self, obs):  # four 84 x 84 frames as uint8; returns log pi(.|s) and V(s)
-        features = self.trunk(obs.contiguous(memory_format=torch.channels_last).float() / 255)
+        features = self.trunk(obs.contiguous(memory_format=torch.channels_last).float().div_(255))
         return self.policy(features).log_softmax(-1), self.value(features).squeeze(-1)
 
 
@@ -228,8 +229,9 @@ def average(*tensors):
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
 
 
-def join_processes(backend, attempt):
+def join_processes(attempt):
     """Meet the other processes. After a restart the store still has the addresses of the dead: do not look there."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store, rank, world = next(dist.rendezvous("env://"))
     dist.init_process_group(backend, store=dist.PrefixStore(attempt, store), rank=rank, world_size=world)
 
@@ -256,6 +258,8 @@ def play(agent, args, episodes, video=None):
         env = gym.wrappers.RecordVideo(env, str(video.parent), **film)
     for episode in range(episodes):
         (obs, _), ended, total = env.reset(seed=args.seed + episode), False, 0.0
+        if "FIRE" in env.unwrapped.get_action_meanings():
+            obs, *_ = env.step(env.unwrapped.get_action_meanings().index("FIRE"))  # as in training
         while not ended:
             with torch.no_grad():
                 log_probs, _ = agent(torch.as_tensor(obs, device=device)[None])
@@ -297,36 +301,39 @@ def main():
     if args.resume is not None and (extra := given - {"--resume", "--total-timesteps"}):
         refuse(f"--resume takes its options from the checkpoint: leave out {' '.join(sorted(extra))}.")
     restarts = os.getenv("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts != "0":  # torchrun starts us again after a crash: find our folder
-        cut_off = sorted(Path("runs").glob(f"{name}*-{launch}/checkpoint.pt"))
-        args.resume = str(cut_off[-1].parent) if cut_off else args.resume
+    if restarts != "0" and args.resume is None:  # torchrun starts us again after a crash: find our folder
+        folders = sorted(path.parent for path in Path("runs").glob("*/checkpoint.pt"))
+        folders = [str(f) for f in folders if f.name.startswith(name) and f.name.endswith(f"-{launch}")]
+        args.resume = folders[-1] if folders else None
     if args.resume is not None and RANK == 0:
         run_dir, total_timesteps = Path(args.resume), args.total_timesteps
         saved, args = load(run_dir / "checkpoint.pt")
         args.total_timesteps = total_timesteps if "--total-timesteps" in given else args.total_timesteps
     elif args.evaluate is not None:
         saved, trained = load(args.evaluate)
-        args.env_id = args.env_id if "--env-id" in given else trained.env_id
+        for option in {"--env-id", "--repeat-action-probability"} - given:
+            setattr(args, field := option[2:].replace("-", "_"), getattr(trained, field))
         if rom(args.env_id) != rom(trained.env_id):
             refuse(f"The saved agent plays {trained.env_id}, not {args.env_id}.")
     if WORLD > 1:  # rank 0 decides what is resumed and tells the others: they need not see its files
-        join_processes("cpu:gloo,cuda:nccl" if args.cuda else "gloo", restarts)
+        join_processes(restarts)
         dist.broadcast_object_list(decided := [saved, args, run_dir])
         saved, args, run_dir = decided
     check(args)
     env = make_env(args, args.seed, draw=args.capture_video)
     batch_size, minibatch_size = args.num_envs * args.num_steps, args.minibatch_size // WORLD  # of this process
     num_iterations = args.total_timesteps // (batch_size * WORLD)
-    device = f"cuda:{os.getenv('LOCAL_RANK', '0')}" if args.cuda else "cpu"
+    device = f"cuda:{LOCAL_RANK}" if args.cuda else "cpu"
     num_actions = int(env.action_space.n)
     torch.manual_seed(args.seed)  # the same network in all processes
     agent = Agent(num_actions).to(device)
     if saved:
         agent.load_state_dict(saved["agent"])
     if args.evaluate is not None:
+        if WORLD > 1:
+            refuse("--evaluate needs one process: start it with python, not with torchrun.")
         video = Path(args.evaluate).parent / "videos" / f"evaluation-{now}-{launch}" if args.capture_video else None
-        print(f"{args.env_id}: {play(agent, args, args.eval_episodes, video)}")
-        return
+        return print(f"{args.env_id}: {play(agent, args, args.eval_episodes, video)}")
     params = {name: p.detach() for name, p in agent.named_parameters()}  # the agent's own memory, updated in place
     adam = {f"{moment}.{name}": torch.zeros_like(p) for moment in ("m", "v") for name, p in params.items()}
     adam["step"] = torch.zeros((), device=device)
@@ -364,7 +371,8 @@ def main():
     games = Games(args, seed)
     stop = []  # Ctrl-C ends the run after the current iteration; a second one ends it at once
     signal.signal(signal.SIGINT, lambda *_: (stop.append(True), signal.signal(signal.SIGINT, signal.SIG_DFL)))
-    go_on = f"To go on from the last checkpoint: python {sys.argv[0]} --resume {run_dir}"
+    launcher = "python" if WORLD == 1 else f"torchrun --standalone --nproc-per-node {WORLD}"
+    go_on = f"To go on from the last checkpoint: {launcher} {sys.argv[0]} --resume {run_dir}"
     steps = {"total": num_iterations * batch_size * WORLD, "initial": iteration * batch_size * WORLD}
     bar = tqdm(**steps, unit=" steps", unit_scale=True, disable=RANK > 0)
     while True:
@@ -402,8 +410,9 @@ def main():
         next_values = np.where(truncated, final_values, next_values)
         advantages = gae(rewards, values, next_values, lost, lost | truncated, args.gamma, args.gae_lambda)
         value_targets = advantages + values  # TD(lambda) returns
-        mean, square = average(torch.tensor(advantages.mean()), torch.tensor((advantages**2).mean()))
-        advantages = (advantages - mean.item()) / (math.sqrt(max(square - mean**2, 0.0)) + 1e-8)  # lambda's unit
+        (mean,) = average(torch.tensor(advantages.mean()))
+        (var,) = average(torch.tensor(((advantages - mean.item()) ** 2).mean()))
+        advantages = (advantages - mean.item()) / (math.sqrt(var) + 1e-8)  # lambda is in units of this std
         batch = (obs, actions, torch.tensor(advantages), torch.tensor(value_targets), old_log_probs)
         batch = [x.flatten(0, 1).to(device) for x in batch]
         # ---- Fit: epochs over the batch in minibatches, until the mean KL exceeds delta (Algorithm 1)
@@ -412,11 +421,11 @@ def main():
             for epochs_used in range(1, args.max_epochs + 1):
                 order = torch.randperm(batch_size).unfold(0, minibatch_size, minibatch_size).to(device)
                 parts = [minibatch_step(params, adam, rate, agent, [x[i] for x in batch], args) for i in order]
-                # The KL of each state as the epoch met it. Measuring all again afterwards would take half as long again
+                # The KL of each state as the epoch met it: measuring all of them after it would take half as long again
                 policy_loss, value_loss, entropy, accepted, kl, _ = torch.stack(parts).mean(0).tolist()
                 if args.dynamic_stopping and kl > args.delta:
                     break
-        if not math.isfinite(policy_loss + value_loss + kl):
+        if not math.isfinite(policy_loss + value_loss + kl + sum(p.sum() for p in params.values())):
             sys.exit(f"\nThe loss became NaN or infinite. {go_on}")
         # ---- Log
         iteration, global_step = iteration + 1, global_step + batch_size * WORLD

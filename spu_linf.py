@@ -112,6 +112,8 @@ def make_env(args, seed, draw=False):
         env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if draw else {}))
         env.reset(seed=seed)
         if draw:
+            if renderer := getattr(env.unwrapped, "mujoco_renderer", None):  # follow who would run out of the picture
+                renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
             env.render()  # fails now, if at all, and not in the middle of the training
     except Exception as error:
         refuse(f"{args.env_id} cannot be {'drawn' if draw else 'made'}: {' '.join(str(error).split())}")
@@ -303,8 +305,7 @@ def main():
         agent.load_state_dict(saved["agent"])
     if args.evaluate is not None:
         video = Path(args.evaluate).parent / "videos" / f"evaluation-{now}" if args.capture_video else None
-        print(f"{args.env_id}: {play(agent, args, args.eval_episodes, video)}")
-        return
+        return print(f"{args.env_id}: {play(agent, args, args.eval_episodes, video)}")
     params = {name: p.detach() for name, p in agent.named_parameters()}  # the agent's own memory, updated in place
     adam = {f"{moment}.{name}": torch.zeros_like(p) for moment in ("m", "v") for name, p in params.items()}
     adam["step"] = torch.zeros((), device=device)

@@ -4,8 +4,7 @@ SPU (Vuong, Zhang and Ross, ICLR 2019) is PPO with another update. From the curr
   1. Solve. Among ALL policies, not only those a network can express, maximise the expected advantage subject to
      KL(pi_k || pi)[s] <= epsilon in every state s (backward, or reverse, KL). Theorem 2, see `solve_multipliers`:
          pi*(a|s) = pi_k(a|s) lambda / (lambda' - A(s,a))
-     The forward-KL target exp(A / lambda) all but gives up bad actions. This is a hyperbola: nearly flat far below
-     lambda' > max A, so bad actions are punished gently (giving one up costs infinite KL), and steep close to it.
+     a hyperbola: bad actions are punished gently, for giving one up costs infinite KL, and the best favoured steeply.
   2. Fit. KL(pi_theta || pi*) = KL(pi_theta || pi_k) - E_{a ~ pi_k}[ratio log(pi*/pi_k)], where
      ratio = pi_theta(a|s) / pi_k(a|s). The network is trained on the batch to lower it, with the gradient of eq. (22),
          mean_i [ grad KL(pi_theta || pi_k)[s_i] - log(pi*/pi_k)_i grad ratio_i ] 1{KL(pi_k || pi_theta)[s_i] <= accept}
@@ -115,6 +114,8 @@ def make_env(args, seed, draw=False):
         env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if draw else {}))
         env.reset(seed=seed)
         if draw:
+            if renderer := getattr(env.unwrapped, "mujoco_renderer", None):  # follow who would run out of the picture
+                renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
             env.render()  # fails now, if at all, and not in the middle of the training
     except Exception as error:
         refuse(f"{args.env_id} cannot be {'drawn' if draw else 'made'}: {' '.join(str(error).split())}")
@@ -309,8 +310,7 @@ def main():
         agent.load_state_dict(saved["agent"])
     if args.evaluate is not None:
         video = Path(args.evaluate).parent / "videos" / f"evaluation-{now}" if args.capture_video else None
-        print(f"{args.env_id}: {play(agent, args, args.eval_episodes, video)}")
-        return
+        return print(f"{args.env_id}: {play(agent, args, args.eval_episodes, video)}")
     params = {name: p.detach() for name, p in agent.named_parameters()}  # the agent's own memory, updated in place
     adam = {f"{moment}.{name}": torch.zeros_like(p) for moment in ("m", "v") for name, p in params.items()}
     adam["step"] = torch.zeros((), device=device)

@@ -1,12 +1,14 @@
-"""How many environment steps per second, against Stable-Baselines3 PPO: alternately, one thread each, in one run.
+"""How many environment steps per second, against Stable-Baselines3 PPO: alternately, in one run.
 
     pip install -r benchmark/requirements.txt
     python benchmark/speed.py                       # HalfCheetah-v4; writes benchmark/results/speed.csv
     python benchmark/speed.py --env-id Hopper-v4 --rounds 5
+    python benchmark/speed.py --env-id Pong         # spu_atari.py against CnnPolicy
 
-SPU does its full update, 30 epochs in every iteration (--no-dynamic-stopping), where PPO does 10. Each round runs both
-in turn, so that a machine that is slow for a while is slow for both; compilation and the first iteration are
-left out. Absolute numbers depend on the machine, the ratio hardly does. Let nothing else run meanwhile.
+MuJoCo, one thread each: SPU does its full update, 30 epochs in every iteration (--no-dynamic-stopping), PPO its 10.
+Atari, all cores: both do 9 epochs over 8 games x 256 steps in minibatches of 512. Each round runs both in turn, so that
+a machine that is slow for a while is slow for both; compilation and the first iteration are left out. Absolute numbers
+depend on the machine, the ratio hardly does. Let nothing else run meanwhile.
 """
 
 import csv
@@ -22,44 +24,64 @@ import numpy as np
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
-ITERATIONS = 8  # of 2048 steps, timed after a first one that is not
+BATCH = 2048  # steps in an iteration
 
 
 @dataclass
 class Args:
-    env_id: str = "HalfCheetah-v4"  # a gymnasium environment
+    env_id: str = "HalfCheetah-v4"  # a MuJoCo environment, or an Atari game by its short name
     rounds: int = 5  # each times both programs once
     peer: bool = False  # (what this program starts itself with: time Stable-Baselines3 and print steps per second)
+
+
+def is_atari(env_id):
+    return "-v" not in env_id
+
+
+def iterations(env_id):
+    return 3 if is_atari(env_id) else 8  # timed after a first one that is not
 
 
 def time_peer(env_id):
     import torch
     from stable_baselines3 import PPO
 
-    torch.set_num_threads(1)
-    model = PPO("MlpPolicy", env_id, n_steps=2048, batch_size=64, n_epochs=10, device="cpu")
-    model.learn(2048)
+    if is_atari(env_id):
+        import ale_py
+        import gymnasium
+        from stable_baselines3.common.env_util import make_atari_env
+        from stable_baselines3.common.vec_env import VecFrameStack
+
+        gymnasium.register_envs(ale_py)
+        envs = VecFrameStack(make_atari_env(f"{env_id}NoFrameskip-v4", n_envs=8), 4)
+        model = PPO("CnnPolicy", envs, n_steps=256, batch_size=512, n_epochs=9, device="cpu")
+    else:
+        torch.set_num_threads(1)
+        model = PPO("MlpPolicy", env_id, n_steps=BATCH, batch_size=64, n_epochs=10, device="cpu")
+    model.learn(BATCH)
     start = time.perf_counter()
-    model.learn(2048 * ITERATIONS, reset_num_timesteps=False)
-    return 2048 * ITERATIONS / (time.perf_counter() - start)
+    model.learn(BATCH * iterations(env_id), reset_num_timesteps=False)
+    return BATCH * iterations(env_id) / (time.perf_counter() - start)
 
 
 def run_peer(env_id):
     command = [sys.executable, __file__, "--peer", "--env-id", env_id]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    threads = {} if is_atari(env_id) else {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | threads)
+    if done.returncode:
+        sys.exit(done.stderr)
     return float(done.stdout.split()[-1])
 
 
 def run_spu(env_id):
-    """Train for 1 + ITERATIONS iterations and take the speed from the event file, and the memory from the kernel."""
+    """Train for an iteration that is not timed and some that are: the speed from the event file, the memory from the
+    kernel."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    steps = 2048 * (1 + ITERATIONS)
+    steps, script = BATCH * (1 + iterations(env_id)), "spu_atari.py" if is_atari(env_id) else "spu_continuous.py"
     options = ["--env-id", env_id, "--total-timesteps", str(steps), "--no-dynamic-stopping", "--eval-episodes", "1"]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "spu_continuous.py"), *options]
+        command = [sys.executable, str(ROOT / script), *options]
         process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         _, status, usage = os.wait4(process.pid, 0)
         if status:
@@ -68,7 +90,7 @@ def run_spu(env_id):
         accumulator.Reload()
         epochs = [event.value for event in accumulator.Scalars("spu/epochs_used")]
         speeds = [event.value for event in accumulator.Scalars("charts/SPS")][1:]
-    assert set(epochs) == {30} and len(speeds) == ITERATIONS
+    assert set(epochs) == {9 if is_atari(env_id) else 30} and len(speeds) == iterations(env_id)
     return len(speeds) / sum(1 / speed for speed in speeds), usage.ru_maxrss / 1024
 
 

@@ -28,7 +28,7 @@ def new_state(actions=4, dtype=torch.float32):
 
 def gradient(folder):
     """This process's share of 32 samples; Adam's first moment after one step is a tenth of the gradient."""
-    spu_atari.join_processes("gloo", "0")
+    spu_atari.join_processes("0")
     agent, params, adam = new_state()
     share = 32 // spu_atari.WORLD
     batch = [x[share * spu_atari.RANK :][:share] for x in random_batch(32)]

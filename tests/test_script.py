@@ -11,6 +11,8 @@ import pytest
 import torch
 from conftest import QUICK, EventAccumulator, command, environment, events, run, run_dir, values, without_speed
 
+import spu_continuous
+
 # Pendulum's episodes are 200 steps long, so that with 200 or 400 steps an iteration they end where iterations end,
 # and a resumed run can be compared with an uninterrupted one to the last bit.
 PENDULUM = ["--env-id", "Pendulum-v1", "--num-steps", 200, "--max-epochs", 2, *QUICK]
@@ -68,6 +70,16 @@ def test_a_reloaded_agent_acts_as_the_trained_one_did(cheetah):
     trained = re.search(r"return (.*) over", done.stdout).group(1)
     replayed = run("spu_continuous", "--evaluate", run_dir(cwd) / "agent.pt", "--eval-episodes", 3, cwd=cwd).stdout
     assert re.search(r"return (.*) over", replayed).group(1) == trained
+
+
+def test_the_camera_follows_who_would_run_out_of_the_picture(monkeypatch):
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    env = spu_continuous.make_env(spu_continuous.Args(env_id="HalfCheetah-v4"), 0, draw=True)
+    for away in (0.0, 100.0):
+        env.unwrapped.set_state(np.array([away, *env.unwrapped.data.qpos[1:]]), env.unwrapped.data.qvel)
+        red = env.render()[..., 0].astype(int) - env.render()[..., 2]
+        assert (red > 20).sum() > 1000  # the cheetah is brown, everything else is grey or green
+    env.close()
 
 
 def test_an_evaluated_agent_can_be_filmed_without_a_screen(tmp_path):

@@ -1,0 +1,34 @@
+"""A short GIF of a trained agent, for the README: film it with --evaluate, then
+
+python benchmark/animation.py runs/RUN/videos/evaluation-…-episode-0.mp4 benchmark/results/halfcheetah.gif
+"""
+
+from dataclasses import dataclass
+
+import imageio.v2 as imageio
+import tyro
+from PIL import Image
+
+
+@dataclass
+class Args:
+    film: tyro.conf.Positional[str]  # an mp4
+    gif: tyro.conf.Positional[str]  # what to write
+    start: float = 5.0  # seconds into the film
+    seconds: float = 5.0  # of the film
+    width: int = 240  # pixels
+
+
+def main():
+    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    reader = imageio.get_reader(args.film)
+    fps = reader.get_meta_data()["fps"]
+    first, last = round(args.start * fps), round((args.start + args.seconds) * fps)
+    frames = [Image.fromarray(frame) for i, frame in enumerate(reader) if first <= i < last]
+    frames = [frame.resize((args.width, round(args.width * frame.height / frame.width))) for frame in frames]
+    frames = [frame.quantize(64) for frame in frames]
+    frames[0].save(args.gif, save_all=True, append_images=frames[1:], duration=1000 / fps, loop=0, optimize=True)
+
+
+if __name__ == "__main__":
+    main()
