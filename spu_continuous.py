@@ -1,4 +1,4 @@
-"""Supervised Policy Update (SPU) with the forward-KL constraint, for continuous actions: one file, nothing hidden.
+"""Supervised Policy Update (SPU): forward KL, continuous actions, all in one file.
 
 SPU (Vuong, Zhang and Ross, ICLR 2019) is PPO with another update. From the current policy pi_k, in two steps:
   1. Solve. Among ALL policies, not only those a network can express, maximise the expected advantage subject to

@@ -1,4 +1,4 @@
-"""Supervised Policy Update (SPU) with the L-infinity constraint, for continuous actions: one file, nothing hidden.
+"""Supervised Policy Update (SPU): L-infinity, continuous actions, all in one file.
 
 SPU (Vuong, Zhang and Ross, ICLR 2019) is PPO with another update. From the current policy pi_k, in two steps:
   1. Solve. Over the ratios r_i = pi(a_i|s_i) / pi_k(a_i|s_i) at the samples, maximise sum_i A_i r_i subject to

@@ -329,7 +329,11 @@ def speed_table(data):
         ratios = f"{ratio:.1f} ({low:.1f} to {high:.1f})"
         rows.append([env, f"{spu:.0f}", f"{peer:.0f}", ratios, f"{memory:.0f} MB", len(part)])
     header = ["", "SPU, steps/s", f"{name('sb3_ppo')}, steps/s", "ratio", "memory of SPU", "rounds"]
-    return markdown(header, rows, "Medians (and the range) of rounds that run both in turn, one thread each.")
+    return markdown(
+        header,
+        rows,
+        "Medians (and the range) of rounds that run both in turn, one thread each on MuJoCo, all cores on Atari.",
+    )
 
 
 TABLES = {"scores": scores_table, "improvement": improvement_table, "ablation": ablation_table, "iqm": iqm_table}

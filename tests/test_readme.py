@@ -1,0 +1,93 @@
+"""What the READMEs claim: their code runs, their commands parse, their links and test names exist."""
+
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, environment, run, run_dir
+
+README = (ROOT / "README.md").read_text()
+BENCHMARK = (ROOT / "benchmark" / "README.md").read_text()
+
+
+def blocks(language, text=README):
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def python_block(name):
+    (block,) = [block for block in blocks("python") if block.startswith(f"# {name}\n")]
+    return block
+
+
+def commands(text):
+    """Every command line of the bash blocks, without comments."""
+    joined = "\n".join(blocks("bash", text)).replace("\\\n", " ")
+    return [line.split("#")[0].strip() for line in joined.splitlines() if line.split("#")[0].strip()]
+
+
+def test_the_example_environment_is_learnt(tmp_path):
+    (tmp_path / "my_env.py").write_text(python_block("my_env.py"))
+    (line,) = [line for line in commands(README) if "my_env" in line]
+    options = shlex.split(line)[2:]
+    said = run("spu_continuous", *options, "--no-compile", cwd=tmp_path, PYTHONPATH=str(tmp_path)).stdout
+    assert float(re.search(r"return (-?[\d.]+) ±", said).group(1)) > -5
+
+
+def test_the_example_program_replays_an_agent(tmp_path):
+    options = ["--env-id", "InvertedPendulum-v4", "--total-timesteps", 2048, "--no-compile", "--eval-episodes", 1]
+    said = run("spu_continuous", *options, "--seed", 0, cwd=tmp_path).stdout
+    (run_dir(tmp_path) / "agent.pt").rename(tmp_path / "agent.pt")
+    (tmp_path / "replay.py").write_text(python_block("replay.py"))
+    line, extra = [sys.executable, "replay.py"], environment(PYTHONPATH=str(ROOT))
+    done = subprocess.run(line, cwd=tmp_path, env=extra, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[1]) == pytest.approx(float(re.search(r"return (\S+)", said).group(1)), abs=0.1)
+
+
+def test_every_python_block_is_one_of_the_tested_ones():
+    assert len(blocks("python")) == 2 and not blocks("python", BENCHMARK)
+
+
+@pytest.mark.parametrize("line", sorted({*commands(README), *commands(BENCHMARK)}))
+def test_a_command_names_files_and_options_that_exist(line):
+    words = shlex.split(line.replace("{}", "1"))
+    for word in words:
+        if word.endswith((".py", ".txt")) and not word.startswith("runs/"):
+            assert (ROOT / word).exists(), word
+    scripts = [word for word in words if re.fullmatch(r"spu_\w+\.py", word)]
+    if scripts and words[0] != "diff":
+        fields = importlib.import_module(scripts[0][:-3]).Args.__dataclass_fields__
+        after = words[words.index(scripts[0]) + 1 :]
+        for option in (word[2:].replace("-", "_") for word in after if word.startswith("--")):
+            assert option in fields or option.removeprefix("no_") in fields, option
+
+
+@pytest.mark.parametrize("where, text", [(ROOT, README), (ROOT / "benchmark", BENCHMARK)])
+def test_links_and_test_names_exist(where, text):
+    headings = {
+        re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)
+    }
+    for label, link in re.findall(r"\[([^\]]*)\]\(([^)]+)\)", text):
+        if link.startswith("#"):
+            assert link[1:] in headings, link
+        elif not link.startswith("https://"):
+            path, _, number = link.partition("#L")
+            assert (where / path).exists(), link
+            if number:  # a function's own line
+                assert f"def {label.strip('`')}(" in (where / path).read_text().splitlines()[int(number) - 1], link
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in tests, name
+
+
+@pytest.mark.parametrize("script", ["spu_continuous", "spu_atari", "spu_linf", "spu_reverse_kl"])
+def test_help_reads_well_at_80_columns(script, tmp_path):
+    said = run(script, "--help", cwd=tmp_path, COLUMNS="80").stdout
+    assert max(len(line) for line in said.splitlines()) <= 80
+    module = importlib.import_module(script)
+    for field in module.Args.__dataclass_fields__:
+        assert f"--{field.replace('_', '-')}" in said
