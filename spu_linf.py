@@ -165,9 +165,9 @@ class Agent(nn.Module):
         std = np.sqrt(np.maximum(var, 0.01))  # this floor and the clipping below are the paper's code's
         return lambda obs: ((obs - mean) / std).clip(-5, 5).astype(np.float32)
 
-    def actor(self):
-        """The policy's mean from raw observations: `network` again, in numpy, far quicker for a few at a time."""
-        normalize = self.normalizer()
+    def actor(self, normalized=False):
+        """The policy's mean from raw (or normalised) observations: `network` again, in numpy, which is far quicker."""
+        normalize = (lambda obs: obs) if normalized else self.normalizer()
         (w1, b1), (w2, b2), (w3, b3) = [[p.detach().cpu().numpy().T for p in m.parameters()] for m in self.policy[::2]]
         return lambda obs: np.tanh(np.tanh(normalize(obs) @ w1 + b1) @ w2 + b2) @ w3 + b3
 
@@ -404,7 +404,7 @@ def main():
                 for minibatch in zip(*(x[order] for x in batch)):
                     update = update or try_compile(params, adam, rate, agent, minibatch, old_log_std, args)
                     update(params, adam, rate, agent, minibatch, old_log_std, args)
-            new_mean = torch.as_tensor(agent.actor()(obs.reshape(batch_size, -1)), device=device)
+            new_mean = torch.as_tensor(agent.actor(normalized=True)(batch[0].cpu().numpy()), device=device)
             kl = gaussian_kl(new_mean, agent.log_std, batch[-1], old_log_std)  # in all states
             _, (policy_loss, value_loss) = losses(params, agent, batch, old_log_std, args)
         if not math.isfinite(policy_loss + value_loss + kl.mean()):

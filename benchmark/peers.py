@@ -13,6 +13,10 @@ rewards as they are. Both libraries clip actions to the action space and bootstr
   TRPO  KL at most 0.01, 10 conjugate gradient steps, damping 0.1, and 5 epochs of minibatches of 64 with step size
         1e-3 for the value network. These are the values of OpenAI baselines, whose TRPO the paper ran. It had
         1024 steps per iteration and GAE lambda 0.98; here both are what all the other algorithms have.
+
+An Atari game by its short name (--algorithm ppo --env-id Pong) is played with CnnPolicy, 8 games x 256 steps,
+minibatches of 512 and step size 1e-4 annealed to 0 as in spu_atari.py, and for the rest as baselines' PPO played Atari:
+4 epochs, clip 0.2, entropy bonus 0.01, clipped rewards, a lost life as an end. The return is the true score of a game.
 """
 
 import csv
@@ -26,6 +30,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
+import ale_py
 import gymnasium as gym
 import mujoco
 import numpy as np
@@ -57,55 +62,64 @@ def train(args):
         from sb3_contrib import TRPO
         from stable_baselines3 import PPO
         from stable_baselines3.common.callbacks import BaseCallback
+        from stable_baselines3.common.env_util import make_atari_env
         from stable_baselines3.common.monitor import Monitor
-        from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+        from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecNormalize
     except ImportError:
         refuse("the peers are not installed: `pip install -r benchmark/requirements.txt`.")
+    atari = "-v" not in args.env_id
+    if atari and args.algorithm != "ppo":
+        refuse(f"--algorithm must be ppo for an Atari game such as {args.env_id}.")
     try:
-        env = Monitor(gym.make(args.env_id))  # keeps the true return of every episode
+        if atari:
+            gym.register_envs(ale_py)
+            envs = VecFrameStack(make_atari_env(f"{args.env_id}NoFrameskip-v4", n_envs=8, seed=args.seed), 4)
+        else:
+            envs = DummyVecEnv(
+                [lambda: Monitor(gym.make(args.env_id))]
+            )  # Monitor keeps the true return of every episode
     except Exception as error:
         refuse(f"{args.env_id} cannot be made: {' '.join(str(error).split())}")
-    if len(env.observation_space.shape or ()) != 1:
-        refuse(f"{args.env_id} has {env.observation_space} observations: only vectors are compared here.")
-    steps, rows = args.total_timesteps // STEPS * STEPS, []
-    options = {
-        "n_steps": STEPS,
-        "batch_size": 64,
-        "gamma": 0.99,
-        "gae_lambda": 0.95,
-        "seed": args.seed,
-        "device": "cpu",
-    }
-    options |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "activation_fn": torch.nn.Tanh}}
-    if args.algorithm == "ppo":
-        options |= {"learning_rate": lambda left: 3e-4 * left, "n_epochs": 10, "clip_range": 0.2, "ent_coef": 0.0}
+    if not atari and len(envs.observation_space.shape or ()) != 1:
+        refuse(f"{args.env_id} has {envs.observation_space} observations: only vectors are compared here.")
+    steps, rows, returns = args.total_timesteps // STEPS * STEPS, [], []
+    options = {"gamma": 0.99, "gae_lambda": 0.95, "seed": args.seed, "device": "cpu"}
+    if atari:
+        options |= {"n_steps": STEPS // 8, "batch_size": 512, "n_epochs": 4, "clip_range": 0.2, "ent_coef": 0.01}
+        model = PPO("CnnPolicy", envs, learning_rate=lambda left: 1e-4 * left, **options)
     else:
-        options |= {"learning_rate": 1e-3, "n_critic_updates": 5}
-        options |= {"target_kl": 0.01, "cg_max_steps": 10, "cg_damping": 0.1}
-    model = {"ppo": PPO, "trpo": TRPO}[args.algorithm](
-        "MlpPolicy", VecNormalize(DummyVecEnv([lambda: env]), norm_obs=True, norm_reward=False), **options
-    )
+        options |= {"n_steps": STEPS, "batch_size": 64}
+        options |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "activation_fn": torch.nn.Tanh}}
+        if args.algorithm == "ppo":
+            options |= {"learning_rate": lambda left: 3e-4 * left, "n_epochs": 10, "clip_range": 0.2, "ent_coef": 0.0}
+        else:
+            options |= {"learning_rate": 1e-3, "n_critic_updates": 5}
+            options |= {"target_kl": 0.01, "cg_max_steps": 10, "cg_damping": 0.1}
+        envs = VecNormalize(envs, norm_obs=True, norm_reward=False)
+        model = {"ppo": PPO, "trpo": TRPO}[args.algorithm]("MlpPolicy", envs, **options)
     with tqdm(total=steps, unit=" steps", unit_scale=True) as bar:
 
         class Curve(BaseCallback):
             def _on_step(self):
+                returns.extend(info["episode"]["r"] for info in self.locals["infos"] if "episode" in info)
                 return True
 
             def _on_rollout_end(self):
                 bar.update(STEPS)
-                if returns := env.get_episode_rewards():
+                if returns:
                     rows.append([self.num_timesteps, round(float(np.mean(returns[-100:])), 2)])
                     bar.set_postfix_str(f"return {rows[-1][1]:.1f}")
 
         model.learn(steps, callback=Curve())
-    return rows, len(env.get_episode_rewards())
+    return rows, len(returns)
 
 
 def main():
     args = tyro.cli(Args, description=__doc__)
     warnings.filterwarnings("ignore", message=".*(is out of date|render_modes|pickle protocol|Overwriting).*")
     mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text, file=sys.stderr))
-    torch.set_num_threads(1)  # networks this small gain nothing from more
+    if "-v" in args.env_id:
+        torch.set_num_threads(1)  # networks this small gain nothing from more
     if args.total_timesteps < STEPS:
         refuse(f"--total-timesteps must be at least one iteration, {STEPS}; it is {args.total_timesteps}.")
     if not 0 <= args.seed < 2**31:

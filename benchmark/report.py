@@ -321,19 +321,20 @@ def sensitivity_table(data):
 
 
 def speed_table(data):
-    rows = []
-    for env in dict.fromkeys(row["env_id"] for row in data.speed):
-        columns = ("spu_steps_per_second", "sb3_ppo_steps_per_second", "ratio", "spu_memory_mb")
-        part = np.array([[float(row[column]) for column in columns] for row in data.speed if row["env_id"] == env])
-        (spu, peer, ratio, memory), (_, _, low, _), (_, _, high, _) = np.median(part, 0), part.min(0), part.max(0)
-        ratios = f"{ratio:.1f} ({low:.1f} to {high:.1f})"
-        rows.append([env, f"{spu:.0f}", f"{peer:.0f}", ratios, f"{memory:.0f} MB", len(part)])
-    header = ["", "SPU, steps/s", f"{name('sb3_ppo')}, steps/s", "ratio", "memory of SPU", "rounds"]
-    return markdown(
-        header,
-        rows,
-        "Medians (and the range) of rounds that run both in turn, one thread each on MuJoCo, all cores on Atari.",
-    )
+    def middle(env, column, digits):
+        values = [float(row[column]) for row in data.speed if row["env_id"] == env and row.get(column)]
+        spread = f" ({min(values):.1f} to {max(values):.1f})" if values and "ratio" in column else ""
+        return f"{np.median(values):.{digits}f}{spread}" if values else "—"
+
+    columns = {"spu_steps_per_second": 0, "sb3_ppo_steps_per_second": 0, "ratio": 1}
+    columns |= {"plain_ppo_steps_per_second": 0, "ratio_to_plain": 1, "spu_memory_mb": 0}
+    envs = list(dict.fromkeys(row["env_id"] for row in data.speed))
+    rows = [[env, *(middle(env, *column) for column in columns.items())] for env in envs]
+    header = ["", "SPU, steps/s", "SB3 PPO", "SPU / SB3 PPO", "plain PPO", "SPU / plain PPO", "SPU's memory, MB"]
+    rounds = ", ".join(f"{env} {sum(row['env_id'] == env for row in data.speed)}" for env in envs)
+    note = "Medians (and the range) of rounds that run all in turn, one thread each on MuJoCo, all cores on Atari."
+    note = f"{note} Rounds: {rounds}. Plain PPO is in the style of CleanRL, eager throughout."
+    return markdown(header, rows, note)
 
 
 TABLES = {"scores": scores_table, "improvement": improvement_table, "ablation": ablation_table, "iqm": iqm_table}

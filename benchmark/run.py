@@ -31,6 +31,14 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as many jo
 MUJOCO = ["Ant", "HalfCheetah", "Hopper", "Humanoid", "HumanoidStandup", "InvertedDoublePendulum", "InvertedPendulum"]
 MUJOCO = [f"{name}-v4" for name in (*MUJOCO, "Reacher", "Swimmer", "Walker2d")]
 THREE = ["HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"]
+ATARI = """
+AirRaid Alien Amidar Assault Asterix Asteroids Atlantis BankHeist BattleZone BeamRider Berzerk Bowling Boxing
+Breakout Carnival Centipede ChopperCommand CrazyClimber DemonAttack DoubleDunk ElevatorAction Enduro FishingDerby
+Freeway Frostbite Gopher Gravitar Hero IceHockey Jamesbond JourneyEscape Kangaroo Krull KungFuMaster
+MontezumaRevenge MsPacman NameThisGame Phoenix Pitfall Pong Pooyan PrivateEye Qbert Riverraid RoadRunner Robotank
+Seaquest Skiing Solaris SpaceInvaders StarGunner Tennis TimePilot Tutankham UpNDown Venture VideoPinball WizardOfWor
+YarsRevenge Zaxxon
+""".split()
 FOUR, FIVE = [*THREE, "Swimmer-v4"], [*THREE, "Swimmer-v4", "Reacher-v4"]
 PAPER = "--lam 1.3 --epsilon 0.05 --delta 0.0416666667 --max-epochs 30"  # the constants that the paper prints
 SHORT = "--lam 1 --epsilon 0.5 --max-epochs 30 --total-timesteps 300000"
@@ -49,6 +57,8 @@ PLAN = {
     "reverse_kl": ("spu_reverse_kl", FIVE, [1, 2], ""),
     "spu_3m": ("spu_continuous", ["Walker2d-v4"], [1, 2], "--total-timesteps 3000000"),
     "trpo_3m": ("benchmark/peers", ["Walker2d-v4"], [1, 2], "--algorithm trpo --total-timesteps 3000000"),
+    "atari": ("spu_atari", ["Pong", "Breakout"], [1], "--total-timesteps 1000000"),  # a pilot
+    "atari_ppo": ("benchmark/peers", ["Pong", "Breakout"], [1], "--algorithm ppo --total-timesteps 1000000"),
     "tune_paper": ("spu_continuous", FOUR, [101, 102], PAPER),
     "tune_delta_03": ("spu_continuous", FOUR, [101, 102], "--lam 1.3 --epsilon 0.04 --delta 0.03"),
     "tune_default": ("spu_continuous", FOUR, [101, 102], ""),
@@ -65,6 +75,8 @@ for number, vector in enumerate(np.random.default_rng(0).random((8, 4)), 1):
     delta, epsilon, lam, epochs = np.array([0.05, 0.01, 1.0, 5]) + vector * [0.02, 0.06, 0.2, 26]
     flags = f"--delta {delta:.4f} --epsilon {epsilon:.4f} --lam {lam:.3f} --max-epochs {int(epochs)}"
     PLAN[f"sensitivity_{number}"] = ("spu_continuous", ["Hopper-v4", "Walker2d-v4"], [1], flags)
+# And its Atari experiment, 60 games x 20 seeds x 10 million steps: about 1000 days of a core. Not run.
+PLAN["atari_paper"] = ("spu_atari", ATARI, list(range(1, 21)), "")
 
 
 @dataclass

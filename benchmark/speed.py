@@ -5,10 +5,11 @@
     python benchmark/speed.py --env-id Hopper-v4 --rounds 5
     python benchmark/speed.py --env-id Pong         # spu_atari.py against CnnPolicy
 
-MuJoCo, one thread each: SPU does its full update, 30 epochs in every iteration (--no-dynamic-stopping), PPO its 10.
-Atari, all cores: both do 9 epochs over 8 games x 256 steps in minibatches of 512. Each round runs both in turn, so that
-a machine that is slow for a while is slow for both; compilation and the first iteration are left out. Absolute numbers
-depend on the machine, the ratio hardly does. Let nothing else run meanwhile.
+MuJoCo, one thread each: SPU does its full update, 30 epochs in every iteration (--no-dynamic-stopping), and
+Stable-Baselines3 PPO its 10; so does a plain PPO in the style of single-file implementations such as CleanRL's
+(`time_plain`). Atari, all cores: both do 9 epochs over 8 games x 256 steps in minibatches of 512. Each round runs all
+in turn, so that a machine that is slow for a while is slow for all; compilation and the first iteration are left out.
+Absolute numbers depend on the machine, the ratios hardly do. Let nothing else run meanwhile.
 """
 
 import csv
@@ -31,7 +32,7 @@ BATCH = 2048  # steps in an iteration
 class Args:
     env_id: str = "HalfCheetah-v4"  # a MuJoCo environment, or an Atari game by its short name
     rounds: int = 5  # each times both programs once
-    peer: bool = False  # (what this program starts itself with: time Stable-Baselines3 and print steps per second)
+    peer: str = ""  # (what this program starts itself with: time sb3 or plain and print steps per second)
 
 
 def is_atari(env_id):
@@ -64,8 +65,65 @@ def time_peer(env_id):
     return BATCH * iterations(env_id) / (time.perf_counter() - start)
 
 
-def run_peer(env_id):
-    command = [sys.executable, __file__, "--peer", "--env-id", env_id]
+def time_plain(env_id):
+    """PPO as single-file implementations usually have it: gymnasium's wrappers and vector environment, modules,
+    distributions, loss.backward() and torch's Adam, all eager. Only its speed matters here."""
+    import gymnasium as gym
+    import torch
+    from torch import nn
+
+    def make():
+        env = gym.wrappers.ClipAction(gym.wrappers.RecordEpisodeStatistics(gym.make(env_id)))
+        return gym.wrappers.NormalizeReward(gym.wrappers.NormalizeObservation(env))
+
+    torch.set_num_threads(1)
+    envs = gym.vector.SyncVectorEnv([make])
+    (size,), (count,) = envs.single_observation_space.shape, envs.single_action_space.shape
+    policy, value = (
+        nn.Sequential(nn.Linear(size, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
+        for outputs in (count, 1)
+    )
+    log_std = nn.Parameter(torch.zeros(1, count))
+    optimizer = torch.optim.Adam([*policy.parameters(), *value.parameters(), log_std], lr=3e-4, eps=1e-5)
+    obs, actions = torch.zeros(BATCH, 1, size), torch.zeros(BATCH, 1, count)
+    log_probs, rewards, ends, values = torch.zeros(4, BATCH, 1)
+    seen = torch.tensor(envs.reset(seed=1)[0], dtype=torch.float32)
+    for iteration in range(1 + iterations(env_id)):
+        if iteration == 1:
+            start = time.perf_counter()
+        for t in range(BATCH):
+            obs[t] = seen
+            with torch.no_grad():
+                distribution = torch.distributions.Normal(policy(seen), log_std.exp())
+                actions[t], values[t] = distribution.sample(), value(seen).flatten()
+                log_probs[t] = distribution.log_prob(actions[t]).sum(1)
+            seen, reward, terminated, truncated, _ = envs.step(actions[t].numpy())
+            seen, rewards[t] = torch.tensor(seen, dtype=torch.float32), torch.tensor(reward)
+            ends[t] = torch.tensor(terminated | truncated)
+        with torch.no_grad():
+            advantages, advantage, following = torch.zeros(BATCH, 1), 0.0, value(seen).flatten()
+            for t in reversed(range(BATCH)):
+                error = rewards[t] + 0.99 * following * (1 - ends[t]) - values[t]
+                advantages[t] = advantage = error + 0.99 * 0.95 * (1 - ends[t]) * advantage
+                following = values[t]
+        batch = [x.flatten(0, 1) for x in (obs, actions, log_probs, advantages, advantages + values)]
+        for _ in range(10):
+            for order in torch.randperm(BATCH).split(64):
+                obs_, action, old_log_prob, gain, target = (x[order] for x in batch)
+                gain = (gain - gain.mean()) / (gain.std() + 1e-8)
+                distribution = torch.distributions.Normal(policy(obs_), log_std.exp())
+                ratio = (distribution.log_prob(action).sum(1) - old_log_prob).exp()
+                loss = -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
+                loss = loss + 0.5 * (value(obs_).flatten() - target).square().mean() + 0 * distribution.entropy().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
+                optimizer.step()
+    return BATCH * iterations(env_id) / (time.perf_counter() - start)
+
+
+def run_peer(env_id, peer):
+    command = [sys.executable, __file__, "--peer", peer, "--env-id", env_id]
     threads = {} if is_atari(env_id) else {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | threads)
     if done.returncode:
@@ -97,24 +155,28 @@ def run_spu(env_id):
 def main():
     args = tyro.cli(Args, description=__doc__)
     if args.peer:
-        return print(time_peer(args.env_id))
+        return print({"sb3": time_peer, "plain": time_plain}[args.peer](args.env_id))
     rows = []
     for number in range(1, args.rounds + 1):
-        (spu, memory), peer = run_spu(args.env_id), run_peer(args.env_id)
+        (spu, memory), peer = run_spu(args.env_id), run_peer(args.env_id, "sb3")
+        plain = 0.0 if is_atari(args.env_id) else run_peer(args.env_id, "plain")
         rows.append([args.env_id, number, round(spu), round(peer), round(spu / peer, 2), round(memory)])
-        print(f"round {number}: SPU {spu:.0f}, SB3 PPO {peer:.0f} steps/s, ratio {spu / peer:.2f}, {memory:.0f} MB")
+        rows[-1] += [round(plain), round(spu / plain, 2)] if plain else ["", ""]
+        print(
+            f"round {number}: SPU {spu:.0f}, SB3 PPO {peer:.0f} steps/s, ratio {spu / peer:.2f}, {memory:.0f} MB",
+            end="",
+        )
+        print(f"; plain PPO {plain:.0f}, ratio {spu / plain:.2f}" if plain else "", flush=True)
     ratios = [row[4] for row in rows]
-    print(
-        f"{args.env_id}: {np.median(ratios):.2f} times Stable-Baselines3 PPO (median; {min(ratios)} to {max(ratios)})"
-    )
+    middle = np.median(ratios)
+    print(f"{args.env_id}: {middle:.2f} times Stable-Baselines3 PPO (median; {min(ratios)} to {max(ratios)})")
     path = ROOT / "benchmark" / "results" / "speed.csv"
     path.parent.mkdir(exist_ok=True)
     old = [row for row in csv.reader(path.open())][1:] if path.exists() else []
+    header = ["env_id", "round", "spu_steps_per_second", "sb3_ppo_steps_per_second", "ratio", "spu_memory_mb"]
     with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            ["env_id", "round", "spu_steps_per_second", "sb3_ppo_steps_per_second", "ratio", "spu_memory_mb"]
-        )
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*header, "plain_ppo_steps_per_second", "ratio_to_plain"])
         writer.writerows([row for row in old if row[0] != args.env_id] + rows)
 
 
