@@ -61,6 +61,7 @@ PLAN = {
     "atari_ppo": ("benchmark/peers", ["Pong", "Breakout"], [1], "--algorithm ppo --total-timesteps 1000000"),
     "tune_paper": ("spu_continuous", FOUR, [101, 102], PAPER),
     "tune_delta_03": ("spu_continuous", FOUR, [101, 102], "--lam 1.3 --epsilon 0.04 --delta 0.03"),
+    "tune_epochs_10": ("spu_continuous", FOUR, [101, 102], "--lam 1.3 --epsilon 0.03 --delta 0.02 --max-epochs 10"),
     "tune_default": ("spu_continuous", FOUR, [101, 102], ""),
     "detail_no_bootstrap": ("spu_continuous", FOUR, [101, 102], "--no-bootstrap-truncation"),
     "detail_normalize_rewards": ("spu_continuous", FOUR, [101, 102], "--normalize-rewards"),
