@@ -228,6 +228,16 @@ def test_a_time_limit_is_not_death(tmp_path):
     assert worth["--no-bootstrap-truncation"] < 3.4
 
 
+def test_rewards_are_normalised_by_the_spread_of_the_discounted_return(tmp_path):
+    """Episodes of 5 steps worth 1 each, in two environments: the discounted return so far is known at every step."""
+    options = ["--env-id", "toy_envs:Constant-v0", "--normalize-rewards", "--num-envs", 2, "--num-steps", 40]
+    run("spu_continuous", *options, "--total-timesteps", 160, "--minibatch-size", 16, *QUICK, cwd=tmp_path)
+    mean, var, count = agent_of(run_dir(tmp_path))["return_moments"].flatten().tolist()
+    so_far = np.cumsum(0.99 ** np.arange(5))
+    assert count == 160 and mean == pytest.approx(so_far.mean()) and var == pytest.approx(so_far.var())
+    assert values(run_dir(tmp_path), "charts/episodic_return") == [5.0] * 32  # the record has them as they are
+
+
 @pytest.mark.parametrize("env_id, options", [("Odd-v0", []), ("Strict-v0", ["--clip-actions"])])
 def test_dictionaries_to_see_and_matrices_to_do(tmp_path, env_id, options):
     script = "spu_continuous"
