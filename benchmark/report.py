@@ -334,6 +334,14 @@ def speed_table(data):
     rounds = ", ".join(f"{env} {sum(row['env_id'] == env for row in data.speed)}" for env in envs)
     note = "Medians (and the range) of rounds that run all in turn, one thread each on MuJoCo, all cores on Atari."
     note = f"{note} Rounds: {rounds}. Plain PPO is in the style of CleanRL, eager throughout."
+    cost = [
+        (float(row["our_ppo_steps_per_second"]), float(row["spu_10_epochs_steps_per_second"]))
+        for row in data.speed
+        if row.get("our_ppo_steps_per_second")
+    ]
+    if cost:
+        percent = 100 * np.median([ppo / spu - 1 for ppo, spu in cost])
+        note += f" At 10 epochs each, an iteration of SPU takes {percent:.0f} % longer than one of our PPO."
     return markdown(header, rows, note)
 
 

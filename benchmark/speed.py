@@ -7,8 +7,9 @@
 
 MuJoCo, one thread each: SPU does its full update, 30 epochs in every iteration (--no-dynamic-stopping), and
 Stable-Baselines3 PPO its 10; so does a plain PPO in the style of single-file implementations such as CleanRL's
-(`time_plain`). Atari, all cores: both do 9 epochs over 8 games x 256 steps in minibatches of 512. Each round runs all
-in turn, so that a machine that is slow for a while is slow for all; compilation and the first iteration are left out.
+(`time_plain`). PPO in the same program as SPU (ppo_continuous.py) and SPU with 10 epochs too tell what SPU's update
+itself costs. Atari, all cores: both do 9 epochs over 8 games x 256 steps in minibatches of 512. Each round runs all in
+turn, so that a machine that is slow for a while is slow for all; compilation and the first iteration are left out.
 Absolute numbers depend on the machine, the ratios hardly do. Let nothing else run meanwhile.
 """
 
@@ -26,6 +27,8 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH = 2048  # steps in an iteration
+HEADER = ["env_id", "round", "spu_steps_per_second", "sb3_ppo_steps_per_second", "ratio", "spu_memory_mb"]
+HEADER += ["plain_ppo_steps_per_second", "ratio_to_plain", "our_ppo_steps_per_second", "spu_10_epochs_steps_per_second"]
 
 
 @dataclass
@@ -131,24 +134,23 @@ def run_peer(env_id, peer):
     return float(done.stdout.split()[-1])
 
 
-def run_spu(env_id):
+def run_ours(env_id, script, epochs, *options):
     """Train for an iteration that is not timed and some that are: the speed from the event file, the memory from the
     kernel."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    steps, script = BATCH * (1 + iterations(env_id)), "spu_atari.py" if is_atari(env_id) else "spu_continuous.py"
-    options = ["--env-id", env_id, "--total-timesteps", str(steps), "--no-dynamic-stopping", "--eval-episodes", "1"]
+    options = [*options, "--max-epochs", str(epochs), "--total-timesteps", str(BATCH * (1 + iterations(env_id)))]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / script), *options]
+        command = [sys.executable, str(ROOT / script), "--env-id", env_id, "--eval-episodes", "1", *options]
         process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         _, status, usage = os.wait4(process.pid, 0)
         if status:
             sys.exit(process.stderr.read().decode())
         accumulator = EventAccumulator(str(next((Path(folder) / "runs").iterdir())), {"scalars": 0})
         accumulator.Reload()
-        epochs = [event.value for event in accumulator.Scalars("spu/epochs_used")]
+        used = {event.value for event in accumulator.Scalars("spu/epochs_used")}
         speeds = [event.value for event in accumulator.Scalars("charts/SPS")][1:]
-    assert set(epochs) == {9 if is_atari(env_id) else 30} and len(speeds) == iterations(env_id)
+    assert used == {epochs} and len(speeds) == iterations(env_id)
     return len(speeds) / sum(1 / speed for speed in speeds), usage.ru_maxrss / 1024
 
 
@@ -156,27 +158,28 @@ def main():
     args = tyro.cli(Args, description=__doc__)
     if args.peer:
         return print({"sb3": time_peer, "plain": time_plain}[args.peer](args.env_id))
-    rows = []
+    rows, full = [], "--no-dynamic-stopping"
     for number in range(1, args.rounds + 1):
-        (spu, memory), peer = run_spu(args.env_id), run_peer(args.env_id, "sb3")
-        plain = 0.0 if is_atari(args.env_id) else run_peer(args.env_id, "plain")
+        if is_atari(args.env_id):
+            (spu, memory), plain, ppo, spu_10 = run_ours(args.env_id, "spu_atari.py", 9, full), None, None, None
+        else:
+            spu, memory = run_ours(args.env_id, "spu_continuous.py", 30, full)
+            plain = run_peer(args.env_id, "plain")
+            ppo, _ = run_ours(args.env_id, "benchmark/ppo_continuous.py", 10)
+            spu_10, _ = run_ours(args.env_id, "spu_continuous.py", 10, full)
+        peer = run_peer(args.env_id, "sb3")
         rows.append([args.env_id, number, round(spu), round(peer), round(spu / peer, 2), round(memory)])
-        rows[-1] += [round(plain), round(spu / plain, 2)] if plain else ["", ""]
-        print(
-            f"round {number}: SPU {spu:.0f}, SB3 PPO {peer:.0f} steps/s, ratio {spu / peer:.2f}, {memory:.0f} MB",
-            end="",
-        )
-        print(f"; plain PPO {plain:.0f}, ratio {spu / plain:.2f}" if plain else "", flush=True)
+        rows[-1] += [round(plain), round(spu / plain, 2), round(ppo), round(spu_10)] if plain else [""] * 4
+        print(f"round {number}: {dict(zip(HEADER[2:], rows[-1][2:]))}", flush=True)
     ratios = [row[4] for row in rows]
     middle = np.median(ratios)
     print(f"{args.env_id}: {middle:.2f} times Stable-Baselines3 PPO (median; {min(ratios)} to {max(ratios)})")
     path = ROOT / "benchmark" / "results" / "speed.csv"
     path.parent.mkdir(exist_ok=True)
     old = [row for row in csv.reader(path.open())][1:] if path.exists() else []
-    header = ["env_id", "round", "spu_steps_per_second", "sb3_ppo_steps_per_second", "ratio", "spu_memory_mb"]
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*header, "plain_ppo_steps_per_second", "ratio_to_plain"])
+        writer.writerow(HEADER)
         writer.writerows([row for row in old if row[0] != args.env_id] + rows)
 
 
