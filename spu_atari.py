@@ -205,7 +205,7 @@ def gae(rewards, values, next_values, worthless, ended, gamma, gae_lambda):
 
 
 def losses(params, agent, batch, args):
-    """The loss on these samples as a function of the parameters (the agent gives only the form), and its parts."""
+    """The loss on these samples as a function of the parameters (the agent lends only its form), and its parts."""
     obs, actions, advantages, value_targets, old_log_probs = batch
     log_probs, values = torch.func.functional_call(agent, params, (obs,))
     kl = categorical_kl(log_probs, old_log_probs)

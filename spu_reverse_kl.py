@@ -68,7 +68,7 @@ class Args:
     per_state_acceptance: bool = True  # no gradient from a state whose KL exceeds accept
     # Where the paper's code and today's practice differ
     bootstrap_truncation: bool = True  # a time limit is not death: its value counts (the paper's code: it does not)
-    normalize_rewards: bool = False  # divide rewards by the standard deviation of the discounted return
+    normalize_rewards: bool = False  # divide rewards by the std of the discounted return, then clip them at 10
     clip_actions: bool = False  # clip actions to the action space before the environment sees them
     orthogonal_init: bool = False  # orthogonal initial weights instead of the paper's code's Gaussian ones
     # The machine, the record, and what to do
@@ -77,7 +77,7 @@ class Args:
     track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
     wandb_project_name: str = "spu"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases team or user
-    capture_video: bool = False  # film an episode at every tenth of the training, or of --evaluate
+    capture_video: bool = False  # film an episode at every tenth of the training, or the first of --evaluate
     checkpoint_every: int = 10  # iterations between checkpoints
     resume: str | None = None  # a run folder to go on from, with its options; only --total-timesteps may be given too
     evaluate: str | None = None  # an agent.pt to replay with the mean action instead of training
@@ -214,7 +214,7 @@ def gae(rewards, values, next_values, worthless, ended, gamma, gae_lambda):
 
 
 def losses(params, agent, batch, old_log_std, args):
-    """The loss on these samples as a function of the parameters (the agent gives only the form), and its two parts."""
+    """The loss on these samples as a function of the parameters (the agent lends only its form), and its two parts."""
     obs, actions, log_targets, value_targets, old_mean = batch
     mean, log_std, values = torch.func.functional_call(agent, params, (obs,))
     kl, backward = gaussian_kl(mean, log_std, old_mean, old_log_std), gaussian_kl(old_mean, old_log_std, mean, log_std)
@@ -343,7 +343,7 @@ def main():
     shape = (args.num_steps, args.num_envs)
     obs, next_obs = np.zeros((2, *shape, obs_size))
     actions, (rewards, so_far) = np.zeros((*shape, len(agent.log_std)), np.float32), np.zeros((2, *shape))
-    terminated, ended = np.ones((2, *shape), bool)
+    terminated, ended = np.ones((2, *shape), bool)  # row -1 has ended: the first step resets all
     episode_return, episode_length = [0.0] * args.num_envs, [0] * args.num_envs
     update = None if args.compile else minibatch_step
     stop = []  # Ctrl-C ends the run after the current iteration; a second one ends it at once
@@ -369,7 +369,7 @@ def main():
         for t in range(args.num_steps):
             obs[t] = next_obs[t - 1]  # row -1 is still that of the last batch
             for i, env in enumerate(envs):
-                if ended[t - 1, i]:  # reset only now: a checkpoint between episodes precedes the draw
+                if ended[t - 1, i]:  # reset only now: a checkpoint between episodes has the random state before it
                     (obs[t, i], _), episode_return[i], episode_length[i] = env.reset(), 0.0, 0
             actions[t] = act(obs[t]) + noise[t]
             for i, env in enumerate(envs):
