@@ -311,8 +311,9 @@ def main():
         args.total_timesteps = total_timesteps if "--total-timesteps" in given else args.total_timesteps
     elif args.evaluate is not None:
         saved, trained = load(args.evaluate)
-        for option in {"--env-id", "--repeat-action-probability"} - given:
-            setattr(args, field := option[2:].replace("-", "_"), getattr(trained, field))
+        args.env_id = args.env_id if "--env-id" in given else trained.env_id
+        if "--repeat-action-probability" not in given:  # as it was trained
+            args.repeat_action_probability = trained.repeat_action_probability
         if rom(args.env_id) != rom(trained.env_id):
             refuse(f"The saved agent plays {trained.env_id}, not {args.env_id}.")
     if WORLD > 1:  # rank 0 decides what is resumed and tells the others: they need not see its files

@@ -76,7 +76,7 @@ for number, vector in enumerate(np.random.default_rng(0).random((8, 4)), 1):
     delta, epsilon, lam, epochs = np.array([0.05, 0.01, 1.0, 5]) + vector * [0.02, 0.06, 0.2, 26]
     flags = f"--delta {delta:.4f} --epsilon {epsilon:.4f} --lam {lam:.3f} --max-epochs {int(epochs)}"
     PLAN[f"sensitivity_{number}"] = ("spu_continuous", ["Hopper-v4", "Walker2d-v4"], [1], flags)
-# And its Atari experiment, 60 games x 20 seeds x 10 million steps: about 1000 days of a core. Not run.
+# And an Atari experiment of its size, 60 games x 20 seeds x 10 million steps: about 1000 days of a core. Not run.
 PLAN["atari_paper"] = ("spu_atari", ATARI, list(range(1, 21)), "")
 
 
