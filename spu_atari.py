@@ -87,7 +87,7 @@ class Args:
     eval_episodes: int = 10  # games of the evaluation, at the end of training or of --evaluate
 
 
-def refuse(sentence):  # bad input
+def refuse(sentence):  # bad input: one sentence, no traceback
     print(f"{SCRIPT}.py: {sentence}", file=sys.stderr)
     sys.exit(2)
 
@@ -194,10 +194,10 @@ def spu_loss(kl, ratio, advantages, lam, epsilon, kl_term=True):
     return ((kl_term * kl - ratio * advantages / lam) * accepted).mean()
 
 
-def gae(rewards, values, next_values, worthless, ended, gamma, gae_lambda):
-    """Generalised advantages; all arrays are (num_steps, num_envs). next_values[t] is that of the observation that step
-    t led to: an episode's last one, never the next one's first. Where it is terminal, it is worthless."""
-    td_errors = rewards + gamma * next_values * ~worthless - values
+def gae(rewards, values, next_values, dead, ended, gamma, gae_lambda):
+    """Generalised advantages; all arrays are (num_steps, num_envs). next_values[t] is the value of the observation
+    that step t produced, before any reset; where the episode is dead by then, it counts as 0."""
+    td_errors = rewards + gamma * next_values * ~dead - values
     advantages, decay, advantage = np.zeros_like(td_errors), gamma * gae_lambda * ~ended, 0.0
     for t in reversed(range(len(rewards))):
         advantages[t] = advantage = td_errors[t] + decay[t] * advantage
@@ -205,7 +205,7 @@ def gae(rewards, values, next_values, worthless, ended, gamma, gae_lambda):
 
 
 def losses(params, agent, batch, args):
-    """The loss on these samples as a function of the parameters (the agent lends only its form), and its parts."""
+    """The loss on these samples as a function of the parameters (the agent gives only its form), and its parts."""
     obs, actions, advantages, value_targets, old_log_probs = batch
     log_probs, values = torch.func.functional_call(agent, params, (obs,))
     kl = categorical_kl(log_probs, old_log_probs)
@@ -418,7 +418,7 @@ def main():
         batch = [x.flatten(0, 1).to(device) for x in batch]
         # ---- Fit: epochs over the batch in minibatches, until the mean KL exceeds delta (Algorithm 1)
         rate = torch.tensor(args.learning_rate * (1 - args.anneal_lr * iteration / num_iterations), device=device)
-        with torch.no_grad():
+        with torch.no_grad():  # torch.func.grad differentiates all the same
             for epochs_used in range(1, args.max_epochs + 1):
                 order = torch.randperm(batch_size).unfold(0, minibatch_size, minibatch_size).to(device)
                 parts = [minibatch_step(params, adam, rate, agent, [x[i] for x in batch], args) for i in order]

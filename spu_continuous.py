@@ -85,7 +85,7 @@ class Args:
     eval_episodes: int = 10  # episodes of the evaluation, at the end of training or of --evaluate
 
 
-def refuse(sentence):  # bad input
+def refuse(sentence):  # bad input: one sentence, no traceback
     print(f"{SCRIPT}.py: {sentence}", file=sys.stderr)
     sys.exit(2)
 
@@ -191,10 +191,10 @@ def spu_loss(kl, ratio, advantages, lam, epsilon, kl_term=True):
     return ((kl_term * kl - ratio * advantages / lam) * accepted).mean()
 
 
-def gae(rewards, values, next_values, worthless, ended, gamma, gae_lambda):
-    """Generalised advantages; all arrays are (num_steps, num_envs). next_values[t] is that of the observation that step
-    t led to: an episode's last one, never the next one's first. Where it is terminal, it is worthless."""
-    td_errors = rewards + gamma * next_values * ~worthless - values
+def gae(rewards, values, next_values, dead, ended, gamma, gae_lambda):
+    """Generalised advantages; all arrays are (num_steps, num_envs). next_values[t] is the value of the observation
+    that step t produced, before any reset; where the episode is dead by then, it counts as 0."""
+    td_errors = rewards + gamma * next_values * ~dead - values
     advantages, decay, advantage = np.zeros_like(td_errors), gamma * gae_lambda * ~ended, 0.0
     for t in reversed(range(len(rewards))):
         advantages[t] = advantage = td_errors[t] + decay[t] * advantage
@@ -202,14 +202,14 @@ def gae(rewards, values, next_values, worthless, ended, gamma, gae_lambda):
 
 
 def losses(params, agent, batch, old_log_std, args):
-    """The loss on these samples as a function of the parameters (the agent lends only its form), and its two parts."""
+    """The loss on these samples as a function of the parameters (the agent gives only its form), and its two parts."""
     obs, actions, advantages, value_targets, old_mean = batch
     mean, log_std, values = torch.func.functional_call(agent, params, (obs,))
     kl = gaussian_kl(mean, log_std, old_mean, old_log_std)
     ratio = (gaussian_log_prob(actions, mean, log_std) - gaussian_log_prob(actions, old_mean, old_log_std)).exp()
     epsilon = args.epsilon if args.per_state_acceptance else math.inf
     policy_loss = spu_loss(kl, ratio, advantages, args.lam, epsilon, args.kl_term)
-    value_loss = ((values - value_targets) ** 2).mean()
+    value_loss = ((values - value_targets) ** 2).mean()  # unweighted: the networks share no parameters
     return policy_loss + value_loss, (policy_loss, value_loss)
 
 
@@ -357,7 +357,7 @@ def main():
         for t in range(args.num_steps):
             obs[t] = next_obs[t - 1]  # row -1 is still that of the last batch
             for i, env in enumerate(envs):
-                if ended[t - 1, i]:  # reset only now: a checkpoint between episodes has the random state before it
+                if ended[t - 1, i]:  # reset only now: a checkpoint between episodes can repeat the reset
                     (obs[t, i], _), episode_return[i], episode_length[i] = env.reset(), 0.0, 0
             actions[t] = act(obs[t]) + noise[t]
             for i, env in enumerate(envs):
@@ -372,7 +372,7 @@ def main():
                     last_returns = [*last_returns[-99:], float(episode_return[i])]
                     scalars = {"charts/episodic_return": last_returns[-1], "charts/episodic_length": episode_length[i]}
                     log(scalars, global_step + t * args.num_envs + i + 1)
-        # ---- Advantages, and pi_k, under the normaliser updated with this batch: the fit begins at ratio 1 and KL 0
+        # ---- Advantages, and pi_k anew, under the normaliser with this batch in it: the fit begins at ratio 1 and KL 0
         if args.normalize_rewards:  # by the spread of the discounted return so far
             agent.return_moments = update_moments(agent.return_moments, torch.tensor(so_far, device=device).view(-1, 1))
             rewards[:] = (rewards / math.sqrt(agent.return_moments[1].item() + 1e-8)).clip(-10, 10)
@@ -381,15 +381,15 @@ def main():
         with torch.no_grad():
             old_mean, old_log_std, values = (x.clone() for x in agent(inputs))  # log_std will change in place
             values, next_values = values.cpu().numpy(), agent.value(next_inputs).squeeze(-1).cpu().numpy()
-        worthless = terminated if args.bootstrap_truncation else ended
-        advantages = gae(rewards, values, next_values, worthless, ended, args.gamma, args.gae_lambda)
+        dead = terminated if args.bootstrap_truncation else ended
+        advantages = gae(rewards, values, next_values, dead, ended, args.gamma, args.gae_lambda)
         value_targets = advantages + values  # TD(lambda) returns
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # lambda is in units of this std
         batch = (inputs, actions, advantages, value_targets, old_mean)
         batch = [torch.as_tensor(x, dtype=torch.float32, device=device).flatten(0, 1) for x in batch]
         # ---- Fit: epochs over the batch in minibatches, until the mean KL exceeds delta (Algorithm 1)
         rate = torch.tensor(args.learning_rate * (1 - args.anneal_lr * iteration / num_iterations), device=device)
-        with torch.no_grad():
+        with torch.no_grad():  # torch.func.grad differentiates all the same
             for epochs_used in range(1, args.max_epochs + 1):
                 order = torch.randperm(batch_size).unfold(0, args.minibatch_size, args.minibatch_size).to(device)
                 for minibatch in zip(*(x[order] for x in batch)):

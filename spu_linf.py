@@ -1,12 +1,14 @@
 """Supervised Policy Update (SPU): L-infinity, continuous actions, all in one file.
 
 SPU (Vuong, Zhang and Ross, ICLR 2019) is PPO with another update. From the current policy pi_k, in two steps:
-  1. Solve. Over the ratios r_i = pi(a_i|s_i) / pi_k(a_i|s_i) at the samples, maximise sum_i A_i r_i subject to
-     |r_i - 1| <= epsilon, which is what PPO's clipping is after, and sum_i (r_i - 1)^2 <= delta. By Theorem 3:
+  1. Solve. At the sampled actions, whose advantages A_i are normalised over the batch, maximise sum_i A_i r_i over the
+     ratios r_i = pi(a_i|s_i) / pi_k(a_i|s_i), subject to |r_i - 1| <= epsilon, as PPO's clipping wants it, and
+     sum_i (r_i - 1)^2 <= delta. By Theorem 3:
          r*_i = clip(1 + lambda A_i, 1 - epsilon, 1 + epsilon)
      (lambda follows from delta, with --delta; by default, as in the paper, it is a hyper-parameter instead).
   2. Fit. The network is trained on the batch to lower mean_i (r_i - r*_i)^2. PPO's clipped objective lets go of a ratio
-     past the clip; this one pulls it back. The paper's error is in probabilities, pi_k^2 (r - r*)^2 (--probabilities).
+     past the clip; this one pulls it back. Both constraints are on the targets: only this loss and the number of epochs
+     keep the network itself near pi_k. The paper's error is in probabilities, pi_k^2 (r - r*)^2 (--probabilities).
      Those are densities here, whose squares vary by orders of magnitude and all but vanish in many dimensions (1e-18 in
      17, below Adam's eps): ratios are the default.
 
@@ -52,7 +54,7 @@ class Args:
     # The algorithm, in the symbols of the paper's section 5.3
     lam: float = 1.0  # lambda, the slope of the target ratio clip(1 + lambda A, 1 - epsilon, 1 + epsilon), A normalised
     epsilon: float = 0.3  # how far the target ratio may be from 1
-    delta: float | None = None  # instead of --lam: the sum of (r* - 1)^2 over a batch, at most batch x epsilon^2
+    delta: float | None = None  # solve for lambda, so that sum_i (r*_i - 1)^2 is this; --lam is not used then
     max_epochs: int = 10  # passes over the batch in an iteration; nothing stops them early
     probabilities: bool = False  # the paper's squared error, in probabilities (here: densities) instead of ratios
     # What SPU shares with PPO
@@ -81,7 +83,7 @@ class Args:
     eval_episodes: int = 10  # episodes of the evaluation, at the end of training or of --evaluate
 
 
-def refuse(sentence):  # bad input
+def refuse(sentence):  # bad input: one sentence, no traceback
     print(f"{SCRIPT}.py: {sentence}", file=sys.stderr)
     sys.exit(2)
 
@@ -198,10 +200,10 @@ def solve_lambda(advantages, epsilon, delta):
     return high
 
 
-def gae(rewards, values, next_values, worthless, ended, gamma, gae_lambda):
-    """Generalised advantages; all arrays are (num_steps, num_envs). next_values[t] is that of the observation that step
-    t led to: an episode's last one, never the next one's first. Where it is terminal, it is worthless."""
-    td_errors = rewards + gamma * next_values * ~worthless - values
+def gae(rewards, values, next_values, dead, ended, gamma, gae_lambda):
+    """Generalised advantages; all arrays are (num_steps, num_envs). next_values[t] is the value of the observation
+    that step t produced, before any reset; where the episode is dead by then, it counts as 0."""
+    td_errors = rewards + gamma * next_values * ~dead - values
     advantages, decay, advantage = np.zeros_like(td_errors), gamma * gae_lambda * ~ended, 0.0
     for t in reversed(range(len(rewards))):
         advantages[t] = advantage = td_errors[t] + decay[t] * advantage
@@ -209,14 +211,14 @@ def gae(rewards, values, next_values, worthless, ended, gamma, gae_lambda):
 
 
 def losses(params, agent, batch, old_log_std, args):
-    """The loss on these samples as a function of the parameters (the agent lends only its form), and its two parts."""
+    """The loss on these samples as a function of the parameters (the agent gives only its form), and its two parts."""
     obs, actions, targets, value_targets, old_mean = batch
     mean, log_std, values = torch.func.functional_call(agent, params, (obs,))
     old_log_prob = gaussian_log_prob(actions, old_mean, old_log_std)
     ratio = (gaussian_log_prob(actions, mean, log_std) - old_log_prob).exp()
     weight = (2 * old_log_prob).exp() if args.probabilities else 1  # pi_k^2 (r - r*)^2 = (pi_theta - pi*)^2
     policy_loss = (weight * (ratio - targets) ** 2).mean()
-    value_loss = ((values - value_targets) ** 2).mean()
+    value_loss = ((values - value_targets) ** 2).mean()  # unweighted: the networks share no parameters
     return policy_loss + value_loss, (policy_loss, value_loss)
 
 
@@ -364,7 +366,7 @@ def main():
         for t in range(args.num_steps):
             obs[t] = next_obs[t - 1]  # row -1 is still that of the last batch
             for i, env in enumerate(envs):
-                if ended[t - 1, i]:  # reset only now: a checkpoint between episodes has the random state before it
+                if ended[t - 1, i]:  # reset only now: a checkpoint between episodes can repeat the reset
                     (obs[t, i], _), episode_return[i], episode_length[i] = env.reset(), 0.0, 0
             actions[t] = act(obs[t]) + noise[t]
             for i, env in enumerate(envs):
@@ -379,7 +381,7 @@ def main():
                     last_returns = [*last_returns[-99:], float(episode_return[i])]
                     scalars = {"charts/episodic_return": last_returns[-1], "charts/episodic_length": episode_length[i]}
                     log(scalars, global_step + t * args.num_envs + i + 1)
-        # ---- Advantages, and pi_k, under the normaliser updated with this batch: the fit begins at ratio 1 and KL 0
+        # ---- Advantages, and pi_k anew, under the normaliser with this batch in it: the fit begins at ratio 1 and KL 0
         if args.normalize_rewards:  # by the spread of the discounted return so far
             agent.return_moments = update_moments(agent.return_moments, torch.tensor(so_far, device=device).view(-1, 1))
             rewards[:] = (rewards / math.sqrt(agent.return_moments[1].item() + 1e-8)).clip(-10, 10)
@@ -388,8 +390,8 @@ def main():
         with torch.no_grad():
             old_mean, old_log_std, values = (x.clone() for x in agent(inputs))  # log_std will change in place
             values, next_values = values.cpu().numpy(), agent.value(next_inputs).squeeze(-1).cpu().numpy()
-        worthless = terminated if args.bootstrap_truncation else ended
-        advantages = gae(rewards, values, next_values, worthless, ended, args.gamma, args.gae_lambda)
+        dead = terminated if args.bootstrap_truncation else ended
+        advantages = gae(rewards, values, next_values, dead, ended, args.gamma, args.gae_lambda)
         value_targets = advantages + values  # TD(lambda) returns
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
         lam = args.lam if args.delta is None else solve_lambda(advantages, args.epsilon, args.delta)
@@ -398,7 +400,7 @@ def main():
         batch = [torch.as_tensor(x, dtype=torch.float32, device=device).flatten(0, 1) for x in batch]
         # ---- Fit: epochs over the batch in minibatches
         rate = torch.tensor(args.learning_rate * (1 - args.anneal_lr * iteration / num_iterations), device=device)
-        with torch.no_grad():
+        with torch.no_grad():  # torch.func.grad differentiates all the same
             for epochs_used in range(1, args.max_epochs + 1):
                 order = torch.randperm(batch_size).unfold(0, args.minibatch_size, args.minibatch_size).to(device)
                 for minibatch in zip(*(x[order] for x in batch)):

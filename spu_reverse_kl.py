@@ -2,13 +2,13 @@
 
 SPU (Vuong, Zhang and Ross, ICLR 2019) is PPO with another update. From the current policy pi_k, in two steps:
   1. Solve. Among ALL policies, not only those a network can express, maximise the expected advantage subject to
-     KL(pi_k || pi)[s] <= epsilon in every state s (backward, or reverse, KL). Theorem 2, see `solve_multipliers`:
-         pi*(a|s) = pi_k(a|s) lambda / (lambda' - A(s,a))
-     a hyperbola: bad actions are punished gently, for giving one up costs infinite KL, and the best favoured steeply.
+     KL(pi_k || pi)[s] <= epsilon in every state s (so the proof; eq. (20) prints it the other way round). Theorem 2:
+         pi*(a|s) = pi_k(a|s) lambda / (lambda' - A(s,a))            (giving an action up would cost infinite KL)
+     A state is sampled only once, so one lambda and one lambda' serve the whole batch: see `solve_multipliers`.
   2. Fit. KL(pi_theta || pi*) = KL(pi_theta || pi_k) - E_{a ~ pi_k}[ratio log(pi*/pi_k)], where
-     ratio = pi_theta(a|s) / pi_k(a|s). The network is trained on the batch to lower it, with the gradient of eq. (22),
+     ratio = pi_theta(a|s) / pi_k(a|s). The network is trained to lower it, by eq. (22) with the acceptance of eq. (18):
          mean_i [ grad KL(pi_theta || pi_k)[s_i] - log(pi*/pi_k)_i grad ratio_i ] 1{KL(pi_k || pi_theta)[s_i] <= accept}
-     until the mean of KL(pi_k || pi_theta) exceeds delta. Both are to be less than epsilon, the KL(pi_k || pi*) itself.
+     until the mean of KL(pi_k || pi_theta) exceeds delta. accept and delta are to be below epsilon, the target's KL.
 
     python spu_reverse_kl.py --env-id HalfCheetah-v4                        # train; everything goes to runs/
     python spu_reverse_kl.py --env-id Hopper-v4 --track --capture-video     # with Weights & Biases and videos
@@ -49,7 +49,7 @@ class Args:
     exp_name: str = SCRIPT  # part of the run folder's name
     seed: int = 1  # of the network, the action noise, the minibatches and (plus its index) each environment
     total_timesteps: int = 1_000_000  # environment steps to train for, in whole batches
-    # The algorithm, in the symbols of the paper's section 5.2
+    # The algorithm: epsilon of the paper's section 5.2, with acceptance and stopping as in section 5.1
     epsilon: float = 0.1  # the constraint on the target: KL(pi_k || pi*) = epsilon
     accept: float = 0.05  # a state whose KL(pi_k || pi_theta) exceeds this gives no gradient
     delta: float = 0.04  # the epochs end when the mean of KL(pi_k || pi_theta) exceeds delta
@@ -84,7 +84,7 @@ class Args:
     eval_episodes: int = 10  # episodes of the evaluation, at the end of training or of --evaluate
 
 
-def refuse(sentence):  # bad input
+def refuse(sentence):  # bad input: one sentence, no traceback
     print(f"{SCRIPT}.py: {sentence}", file=sys.stderr)
     sys.exit(2)
 
@@ -198,15 +198,15 @@ def solve_multipliers(advantages, epsilon, weights=None):
 
 
 def spu_loss(kl, backward_kl, ratio, log_targets, accept, kl_term=True):
-    """Its gradient is eq. (22), grad KL - grad ratio log(pi*/pi_k), where KL(pi_k || pi_theta) <= accept."""
+    """Its gradient is eq. (22), grad KL - log(pi*/pi_k) grad ratio, where KL(pi_k || pi_theta) <= accept."""
     accepted = (backward_kl.detach() <= accept).float()  # the indicator, a constant for the gradient
     return ((kl_term * kl - ratio * log_targets) * accepted).mean()
 
 
-def gae(rewards, values, next_values, worthless, ended, gamma, gae_lambda):
-    """Generalised advantages; all arrays are (num_steps, num_envs). next_values[t] is that of the observation that step
-    t led to: an episode's last one, never the next one's first. Where it is terminal, it is worthless."""
-    td_errors = rewards + gamma * next_values * ~worthless - values
+def gae(rewards, values, next_values, dead, ended, gamma, gae_lambda):
+    """Generalised advantages; all arrays are (num_steps, num_envs). next_values[t] is the value of the observation
+    that step t produced, before any reset; where the episode is dead by then, it counts as 0."""
+    td_errors = rewards + gamma * next_values * ~dead - values
     advantages, decay, advantage = np.zeros_like(td_errors), gamma * gae_lambda * ~ended, 0.0
     for t in reversed(range(len(rewards))):
         advantages[t] = advantage = td_errors[t] + decay[t] * advantage
@@ -214,14 +214,14 @@ def gae(rewards, values, next_values, worthless, ended, gamma, gae_lambda):
 
 
 def losses(params, agent, batch, old_log_std, args):
-    """The loss on these samples as a function of the parameters (the agent lends only its form), and its two parts."""
+    """The loss on these samples as a function of the parameters (the agent gives only its form), and its two parts."""
     obs, actions, log_targets, value_targets, old_mean = batch
     mean, log_std, values = torch.func.functional_call(agent, params, (obs,))
     kl, backward = gaussian_kl(mean, log_std, old_mean, old_log_std), gaussian_kl(old_mean, old_log_std, mean, log_std)
     ratio = (gaussian_log_prob(actions, mean, log_std) - gaussian_log_prob(actions, old_mean, old_log_std)).exp()
     accept = args.accept if args.per_state_acceptance else math.inf
     policy_loss = spu_loss(kl, backward, ratio, log_targets, accept, args.kl_term)
-    value_loss = ((values - value_targets) ** 2).mean()
+    value_loss = ((values - value_targets) ** 2).mean()  # unweighted: the networks share no parameters
     return policy_loss + value_loss, (policy_loss, value_loss)
 
 
@@ -369,7 +369,7 @@ def main():
         for t in range(args.num_steps):
             obs[t] = next_obs[t - 1]  # row -1 is still that of the last batch
             for i, env in enumerate(envs):
-                if ended[t - 1, i]:  # reset only now: a checkpoint between episodes has the random state before it
+                if ended[t - 1, i]:  # reset only now: a checkpoint between episodes can repeat the reset
                     (obs[t, i], _), episode_return[i], episode_length[i] = env.reset(), 0.0, 0
             actions[t] = act(obs[t]) + noise[t]
             for i, env in enumerate(envs):
@@ -384,7 +384,7 @@ def main():
                     last_returns = [*last_returns[-99:], float(episode_return[i])]
                     scalars = {"charts/episodic_return": last_returns[-1], "charts/episodic_length": episode_length[i]}
                     log(scalars, global_step + t * args.num_envs + i + 1)
-        # ---- Advantages, and pi_k, under the normaliser updated with this batch: the fit begins at ratio 1 and KL 0
+        # ---- Advantages, and pi_k anew, under the normaliser with this batch in it: the fit begins at ratio 1 and KL 0
         if args.normalize_rewards:  # by the spread of the discounted return so far
             agent.return_moments = update_moments(agent.return_moments, torch.tensor(so_far, device=device).view(-1, 1))
             rewards[:] = (rewards / math.sqrt(agent.return_moments[1].item() + 1e-8)).clip(-10, 10)
@@ -393,17 +393,17 @@ def main():
         with torch.no_grad():
             old_mean, old_log_std, values = (x.clone() for x in agent(inputs))  # log_std will change in place
             values, next_values = values.cpu().numpy(), agent.value(next_inputs).squeeze(-1).cpu().numpy()
-        worthless = terminated if args.bootstrap_truncation else ended
-        advantages = gae(rewards, values, next_values, worthless, ended, args.gamma, args.gae_lambda)
+        dead = terminated if args.bootstrap_truncation else ended
+        advantages = gae(rewards, values, next_values, dead, ended, args.gamma, args.gae_lambda)
         value_targets = advantages + values  # TD(lambda) returns
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
         lam, lam_prime = solve_multipliers(advantages, args.epsilon)  # one pair for the batch, not one for each state
-        log_targets = np.log(lam / (lam_prime - advantages)) + args.epsilon  # log(pi*/pi_k) + a control variate: mean 0
+        log_targets = np.log(lam / (lam_prime - advantages)) + args.epsilon  # log(pi*/pi_k); + epsilon makes its mean 0
         batch = (inputs, actions, log_targets, value_targets, old_mean)
         batch = [torch.as_tensor(x, dtype=torch.float32, device=device).flatten(0, 1) for x in batch]
-        # ---- Fit: epochs over the batch in minibatches, until the mean KL exceeds delta (Algorithm 1)
+        # ---- Fit: epochs over the batch in minibatches, until the mean KL exceeds delta (as Algorithm 1)
         rate = torch.tensor(args.learning_rate * (1 - args.anneal_lr * iteration / num_iterations), device=device)
-        with torch.no_grad():
+        with torch.no_grad():  # torch.func.grad differentiates all the same
             for epochs_used in range(1, args.max_epochs + 1):
                 order = torch.randperm(batch_size).unfold(0, args.minibatch_size, args.minibatch_size).to(device)
                 for minibatch in zip(*(x[order] for x in batch)):
