@@ -27,7 +27,12 @@ import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- report: ", "<!-- end of report -->"
-DETAIL_BASELINE = "tune_default"  # the group that the groups detail_* are compared with
+DEFAULTS = [
+    "--lam 1.3",
+    "--epsilon 0.03",
+    "--delta 0.02",
+    "--max-epochs 30",
+]  # of spu_continuous.py, if a run says them
 ABLATION_BASELINE = "spu"  # full SPU, with the options that the ablations switch off
 VECTORS = "sensitivity_"  # groups with one random vector of hyper-parameters each
 PAPER_ABLATION = {"no_kl_term": 4, "no_dynamic_stopping": 24, "no_per_state_acceptance": 9}  # % over TRPO; full SPU: 27
@@ -44,7 +49,7 @@ ALGORITHMS = {  # group: (name, colour), in this order in tables and legends
     "reverse_kl": ("reverse-KL SPU", "#c8553d"),
 }
 OTHERS = {"spu_3m": "SPU at 3M steps", "trpo_3m": "TRPO at 3M steps"}
-OTHERS |= {"no_kl_term": "no KL term", DETAIL_BASELINE: "baseline"}
+OTHERS |= {"no_kl_term": "no KL term"}
 COMPARISONS = [  # X, Y, the paper's percentage of each environment as a column of published.csv, the paper's average
     ("spu", "trpo", "spu_over_trpo_pct", 27),
     ("spu", "sb3_ppo", "spu_over_ppo_pct", 17),
@@ -74,6 +79,7 @@ class Data:
     published: dict  # {environment: {column of published.csv: number}}
     options: dict  # {group: the options of its runs, but for environment and seed}
     speed: list  # the rows of speed.csv
+    tuning: dict  # {options that are not the default: {environment: {seed: score}}} of SPU on seeds from 101 on
 
     @property
     def scores(self):  # {group: {environment: {seed: score}}}
@@ -85,12 +91,23 @@ class Data:
 
 def load(results):
     """Everything in the folder, and the published numbers."""
-    data = Data({}, {}, {}, {}, read_rows(results / "speed.csv"))
+    data = Data({}, {}, {}, {}, read_rows(results / "speed.csv"), {})
+
+    def tuned(flags, env, seed, score):
+        flags = " ".join(sorted(set(re.findall(r"--\S+(?: (?!--)\S+)?", flags)) - set(DEFAULTS)))
+        data.tuning.setdefault(flags, {}).setdefault(env, {})[int(seed)] = float(score)
+
+    for row in read_rows(results / "tuning.csv"):
+        if row["script"] == "spu_continuous":
+            tuned(row["flags"], row["env_id"], row["seed"], row["return_of_last_100_episodes"])
     for path in sorted(results.glob("*/*__*.csv")):
         lines, group, (env, seed) = path.read_text().splitlines(), path.parent.name, path.stem.rsplit("__", 1)
         if rows := [line.split(",") for line in lines if line[:1].isdigit()]:
             data.runs.setdefault(group, {}).setdefault(env, {})[int(seed)] = np.array(rows, float)
-            data.options[group] = re.sub(r" --(env-id|seed) \S+", "", lines[0]).partition(".py")[2].strip()
+            script, _, options = re.sub(r" --(env-id|seed) \S+", "", lines[0]).partition(".py")
+            data.options[group] = options.strip()
+            if int(seed) > 100 and script.endswith("spu_continuous"):
+                tuned(options, env, seed, rows[-1][1])
     for row in read_rows(results / "random.csv"):
         if row["actions"] == RANDOM_ACTIONS:
             data.random[row["env_id"]] = float(row["mean"]), float(row["standard_error"])
@@ -161,7 +178,7 @@ def steps_to(threshold, curves):
 
 
 def name(group):
-    plain = group.removeprefix("detail_").replace("_", " ")
+    plain = group.replace("_", " ")
     return ALGORITHMS[group][0] if group in ALGORITHMS else OTHERS.get(group, plain)
 
 
@@ -287,17 +304,18 @@ def steps_to_ppo_table(data):
 
 
 def details_table(data):
-    """Each implementation detail against the same environments and seeds without it."""
-    scores, rows = data.scores, []
-    baseline = scores.get(DETAIL_BASELINE, {})
-    groups = [group for group in scores if group.startswith("detail_") and shared(scores[group], baseline)]
-    envs = sorted({env for group in groups for env in shared(scores[group], baseline)})
-    for group in [DETAIL_BASELINE, *groups] if groups else []:
-        part = shared(scores[group], baseline)
-        change = percent(improvement(part, shared(baseline, part), data.random).values())
-        rows.append([name(group), *(cell(part.get(env, {})) for env in envs), change])
-    sentence = "Tuning seeds. The last column is the improvement on the same environments and seeds."
-    return markdown(["", *envs, "over the baseline"], rows, sentence, data, [DETAIL_BASELINE, *groups])
+    """Every setting of SPU tried on the tuning seeds, against the default on the same environments and seeds."""
+    rows, default = [], data.tuning.get("", {})
+    envs = sorted({env for part in data.tuning.values() for env in part})
+    for flags, part in sorted(data.tuning.items()):
+        scores = [", ".join(number(score) for _, score in sorted(part.get(env, {}).items())) or "—" for env in envs]
+        change = improvement(shared(part, default), shared(default, part), data.random) if flags else {}
+        rows.append([f"`{flags}`" if flags else "**the default**", *scores, percent(change.values())])
+    sentence = (
+        "Mean return of the last 100 episodes after a million steps with tuning seeds 101 and 102, in this order. The "
+    )
+    sentence += "last column is the improvement over the default on the same environments and seeds."
+    return markdown(["", *envs, "over the default"], rows, sentence)
 
 
 def sensitivity(data):
