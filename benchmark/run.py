@@ -69,6 +69,7 @@ PLAN = {
     "detail_normalize_rewards": ("spu_continuous", DETAIL, [101, 102], "--normalize-rewards"),
     "detail_clip_actions": ("spu_continuous", DETAIL, [101, 102], "--clip-actions"),
     "detail_clip_no_anneal": ("spu_continuous", DETAIL, [101, 102], "--clip-actions --no-anneal-lr"),
+    "detail_minibatch_256": ("spu_continuous", DETAIL, [101, 102], "--minibatch-size 256 --learning-rate 1e-3"),
     "detail_rewards_and_actions": ("spu_continuous", DETAIL, [101, 102], "--normalize-rewards --clip-actions"),
     "detail_orthogonal_init": ("spu_continuous", DETAIL, [101, 102], "--orthogonal-init"),
     "tune_linf_wide": ("spu_linf", THREE, [1], "--lam 0.5 --epsilon 1 --max-epochs 30"),  # once the default
