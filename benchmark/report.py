@@ -241,12 +241,14 @@ def improvement_table(data):
         if values := improvement(scores.get(x, {}), scores.get(y, {}), data.random):
             paper = {env: f" ({row[key]:+.0f})" for env, row in data.published.items()} if key else {}
             column = {env: percent([value]) + paper.get(env, "") for env, value in values.items()}
-            columns[x, y] = column, f"**{percent(values.values())}** ({average:+d})", f"{len(values)} (10)"
+            same = mean(data.published[env][key] for env in values) if key and len(values) < 10 else None
+            note = f"{average:+d}" if same is None else f"{same:+.0f}; of all ten {average:+d}"
+            columns[x, y] = column, f"**{percent(values.values())}** ({note})", f"{len(values)} (10)"
     cells, averages, counts = zip(*columns.values()) if columns else ((), (), ())
     rows = [[env, *(column.get(env, "—") for column in cells)] for env in sorted(set().union(*cells))]
     rows += [["**average**", *averages], ["environments", *counts]] if columns else []
     header = ["", *(f"{name(x)} over {name(y)}" for x, y in columns)]
-    sentence = "(X − random) / (Y − random) − 1 of means over seeds; in brackets the paper's, of 10 seeds."
+    sentence = "(X − random) / (Y − random) − 1 of means over seeds; in brackets the paper's, of the same environments."
     return markdown(header, rows, sentence, data, dict.fromkeys(group for pair in columns for group in pair))
 
 
@@ -284,8 +286,10 @@ def iqm_table(data):
             bounds = f"{low:.2f} to {high:.2f}" if min(map(len, strata)) > 1 else "—"  # one seed has no spread
             rows.append([name(group), f"{iqm(runs):.2f}", bounds, len(strata), len(runs)])
     header = ["", "interquartile mean", "95 % interval", "environments", "runs"]
-    sentence = "0 is the random policy, 1 the published SPU; no interval where an environment has one seed."
-    sentence += " Compare only rows with the same environments."
+    sentence = (
+        "0 is the random policy, 1 the published SPU. No interval where an environment has one seed; with two it "
+    )
+    sentence += "is far too narrow. Compare only rows with the same environments."
     return markdown(header, rows, sentence, data, ALGORITHMS)
 
 
@@ -309,12 +313,14 @@ def details_table(data):
     envs = sorted({env for part in data.tuning.values() for env in part})
     for flags, part in sorted(data.tuning.items()):
         scores = [", ".join(number(score) for _, score in sorted(part.get(env, {}).items())) or "—" for env in envs]
-        change = improvement(shared(part, default), shared(default, part), data.random) if flags else {}
-        rows.append([f"`{flags}`" if flags else "**the default**", *scores, percent(change.values())])
+        pairs = shared(part, default) if flags else {}
+        change = percent(improvement(pairs, shared(default, part), data.random).values())
+        change += f" ({sum(map(len, pairs.values()))})" if pairs else ""
+        rows.append([f"`{flags}`" if flags else "**the default**", *scores, change])
     sentence = (
         "Mean return of the last 100 episodes after a million steps with tuning seeds 101 and 102, in this order. The "
     )
-    sentence += "last column is the improvement over the default on the same environments and seeds."
+    sentence += "last column is the improvement over the default on the same environments and seeds (number of runs)."
     return markdown(["", *envs, "over the default"], rows, sentence)
 
 
@@ -358,8 +364,9 @@ def speed_table(data):
         if row.get("our_ppo_steps_per_second")
     ]
     if cost:
-        percent = 100 * np.median([ppo / spu - 1 for ppo, spu in cost])
-        note += f" At 10 epochs each, an iteration of SPU takes {percent:.0f} % longer than one of our PPO."
+        longer = [100 * (ppo / spu - 1) for ppo, spu in cost]
+        note += f" At 10 epochs each, an iteration of SPU takes {np.median(longer):.0f} % longer than one of our PPO"
+        note += f" ({min(longer):+.0f} to {max(longer):+.0f} %)."
     return markdown(header, rows, note)
 
 

@@ -68,18 +68,17 @@ def test_a_command_names_files_and_options_that_exist(line):
 
 @pytest.mark.parametrize("where, text", [(ROOT, README), (ROOT / "benchmark", BENCHMARK)])
 def test_links_and_test_names_exist(where, text):
-    headings = {
-        re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)
-    }
     for label, link in re.findall(r"\[([^\]]*)\]\(([^)]+)\)", text):
-        if link.startswith("#"):
-            assert link[1:] in headings, link
-        elif not link.startswith("https://"):
-            path, _, number = link.partition("#L")
+        if not link.startswith("https://"):
+            path, _, place = link.partition("#")
             assert (where / path).exists(), link
-            if number:  # a function's own line
+            there = (where / path).read_text() if path and place else text
+            if re.fullmatch(r"L\d+", place):  # a function's own line
                 start = "def test_" if label == "test" else f"def {label.strip('`')}("
-                assert (where / path).read_text().splitlines()[int(number) - 1].startswith(start), link
+                assert there.splitlines()[int(place[1:]) - 1].startswith(start), link
+            elif place:
+                headings = [re.sub(r"[^\w\- ]", "", heading) for heading in re.findall(r"^#+ (.*)$", there, re.M)]
+                assert place in [heading.strip().lower().replace(" ", "-") for heading in headings], link
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     for name in re.findall(r"`(test_\w+)`", text):
         assert f"def {name}(" in tests, name

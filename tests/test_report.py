@@ -116,7 +116,13 @@ def test_improvement_is_the_papers_metric_over_the_environments_that_both_have(m
     assert {row: list(cells.values()) for row, cells in rows.items()} == {
         "Hopper-v4": ["+50 % (+6)", "+0 % (+13)", "-25 % (+13)", "+50 %", "+100 %"],
         "Walker2d-v4": ["+100 % (+17)", "—", "—", "—", "—"],
-        "**average**": ["**+75 %** (+27)", "**+0 %** (+17)", "**-25 %** (+17)", "**+50 %** (+9)", "**+100 %** (+28)"],
+        "**average**": [
+            "**+75 %** (+12; of all ten +27)",  # of +6 and +17
+            "**+0 %** (+13; of all ten +17)",
+            "**-25 %** (+13; of all ten +17)",
+            "**+50 %** (+9)",
+            "**+100 %** (+28)",
+        ],
         "environments": ["2 (10)", "1 (10)", "1 (10)", "1 (10)", "1 (10)"],
     }
     assert list(rows["Hopper-v4"]) == columns
@@ -152,8 +158,8 @@ def test_details_sensitivity_and_speed(made_up):
     rows, _ = table(made_up, "details")
     assert {row: list(cells.values()) for row, cells in rows.items()} == {
         "**the default**": ["1142, 2142", "—"],
-        "`--clip-actions`": ["642, 99999", "-50 %"],
-        "`--delta 0.025`": ["1142", "-50 %"],
+        "`--clip-actions`": ["642, 99999", "-50 % (1)"],
+        "`--delta 0.025`": ["1142", "-50 % (1)"],
     }
     rows, footnote = table(made_up, "sensitivity")
     assert {row: cells["over TRPO"] for row, cells in rows.items()} == {
@@ -164,7 +170,7 @@ def test_details_sensitivity_and_speed(made_up):
     rows, footnote = table(made_up, "speed")
     assert list(rows["Hopper-v4"].values()) == ["3300", "1000", "3.3 (3.0 to 5.0)", "900", "3.7 (3.4 to 6.0)", "410"]
     assert list(rows["Pong"].values()) == ["200", "100", "2.0 (2.0 to 2.0)", "—", "—", "700"]
-    assert "Hopper-v4 3" in footnote and "SPU takes 10 % longer" in footnote
+    assert "Hopper-v4 3" in footnote and "SPU takes 10 % longer than one of our PPO (+0 to +20 %)" in footnote
 
 
 def test_pictures_are_drawn_and_small(made_up):
