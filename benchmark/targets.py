@@ -22,7 +22,7 @@ import spu_linf
 import spu_reverse_kl
 
 SIZE, EPSILON = 0.1, 0.6  # the constraint, and the clip of the L-infinity target
-COLORS = {"forward KL": "#1b6ca8", "backward KL": "#c8553d", "L-infinity": "#3c8d40"}
+COLORS = {"forward KL": "#1b6ca8", "reverse KL": "#c8553d", "L-infinity": "#3c8d40"}
 
 
 def policy_and_advantage(points=4001):
@@ -49,7 +49,7 @@ def targets(pi_k, advantages, size=SIZE, epsilon=EPSILON):
     slope = spu_linf.solve_lambda(sample, epsilon, 2 * size * len(sample))
     return {
         "forward KL": lambda a: np.exp(a / lam) / partition,
-        "backward KL": lambda a: np.where(a < lam_prime, lam_backward / np.maximum(lam_prime - a, 1e-9), np.nan),
+        "reverse KL": lambda a: np.where(a < lam_prime, lam_backward / np.maximum(lam_prime - a, 1e-9), np.nan),
         "L-infinity": lambda a: spu_linf.target_ratios(a, slope, epsilon),
     }, lam_prime
 
@@ -63,8 +63,8 @@ def main():
         left.plot(grid, ratio(grid), color=COLORS[name], lw=2, label=name)
         right.plot(actions, ratio(advantages) * pi_k / (actions[1] - actions[0]), color=COLORS[name], lw=2, label=name)
     left.axhline(1, color="0.7", lw=1, zorder=0)
-    left.axvline(lam_prime, color=COLORS["backward KL"], lw=1, ls=":")
-    left.text(lam_prime, 0.05, " λ′", color=COLORS["backward KL"])
+    left.axvline(lam_prime, color=COLORS["reverse KL"], lw=1, ls=":")
+    left.text(lam_prime, 0.05, " λ′", color=COLORS["reverse KL"])
     left.set(xlabel="advantage A", ylabel="target ratio π*/π$_k$", ylim=(0, 2.6), xlim=(-4, lam_prime + 0.4))
     left.set_title("exponential, hyperbolic, clipped-linear")
     right.plot(actions, pi_k / (actions[1] - actions[0]), color="0.3", lw=1.5, ls="--", label="π$_k$")
