@@ -20,7 +20,7 @@ SPEED = "env_id,round,spu_steps_per_second,sb3_ppo_steps_per_second,ratio,spu_me
 SPEED += "plain_ppo_steps_per_second,ratio_to_plain,our_ppo_steps_per_second,spu_10_epochs_steps_per_second\n"
 SPEED += "Pong,1,200,100,2,700,,,,\nHopper-v4,1,3000,1000,3,400,900,3.4,5500,5000\n"
 SPEED += "Hopper-v4,2,3300,1000,3.3,410,900,3.7,6000,5000\nHopper-v4,3,5000,1000,5,420,900,6,5000,5000\n"
-TUNING = "script,flags,env_id,seed,return_of_last_100_episodes\nspu_linf,,Hopper-v4,101,7\n"
+TUNING = "script,flags,env_id,seed,return_of_last_100_episodes\nspu_linf,,Hopper-v4,104,7\n"
 TUNING += "spu_continuous,--lam 1.3 --epsilon 0.03,Hopper-v4,102,2142\n"
 TUNING += "spu_continuous,--lam 1.3 --delta 0.025,Hopper-v4,102,1142\n"
 STEP = 204_800
@@ -69,6 +69,7 @@ def made_up(tmp_path_factory):
     add(results, "no_dynamic_stopping", "Hopper-v4", 7, 1142)
     add(results, "tune_default", "Hopper-v4", 101, 1142)
     add(results, "detail_clip_actions", "Hopper-v4", 101, 642, flags=" --lam 1.3 --clip-actions --delta 0.02")
+    add(results, "detail_clip_actions", "Hopper-v4", 102, 1642, flags=" --clip-actions")
     add(results, "detail_clip_actions", "Hopper-v4", 103, 99999, flags=" --clip-actions")  # the default has no 103
     (results / "tuning.csv").write_text(TUNING)
     add(results, "sensitivity_1", "Hopper-v4", 1, 1342, flags=" --delta 0.06 --lam 1.1")
@@ -158,7 +159,7 @@ def test_details_sensitivity_and_speed(made_up):
     rows, _ = table(made_up, "details")
     assert {row: list(cells.values()) for row, cells in rows.items()} == {
         "**the default**": ["1142, 2142", "—"],
-        "`--clip-actions`": ["642, 99999", "-50 % (1)"],
+        "`--clip-actions`": ["642, 1642, 99999", "-33 % (2)"],
         "`--delta 0.025`": ["1142", "-50 % (1)"],
     }
     rows, footnote = table(made_up, "sensitivity")
