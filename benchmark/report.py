@@ -248,7 +248,10 @@ def improvement_table(data):
     rows = [[env, *(column.get(env, "—") for column in cells)] for env in sorted(set().union(*cells))]
     rows += [["**average**", *averages], ["environments", *counts]] if columns else []
     header = ["", *(f"{name(x)} over {name(y)}" for x, y in columns)]
-    sentence = "(X − random) / (Y − random) − 1 of means over seeds; in brackets the paper's, of the same environments."
+    sentence = (
+        "(X − random) / (Y − random) − 1 of means over seeds. In brackets the paper's, of 10 seeds; its averages "
+    )
+    sentence += "are of the same environments where it has them one by one, else of all ten."
     return markdown(header, rows, sentence, data, dict.fromkeys(group for pair in columns for group in pair))
 
 
