@@ -49,7 +49,7 @@ ALGORITHMS = {  # group: (name, colour), in this order in tables and legends
     "reverse_kl": ("reverse-KL SPU", "#c8553d"),
 }
 OTHERS = {"spu_3m": "SPU at 3M steps", "trpo_3m": "TRPO at 3M steps"}
-OTHERS |= {"no_kl_term": "no KL term"}
+OTHERS |= {"no_kl_term": "no KL term", "no_per_state_acceptance": "no per-state acceptance"}
 COMPARISONS = [  # X, Y, the paper's percentage of each environment as a column of published.csv, the paper's average
     ("spu", "trpo", "spu_over_trpo_pct", 27),
     ("spu", "sb3_ppo", "spu_over_ppo_pct", 17),
