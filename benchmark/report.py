@@ -4,7 +4,7 @@
     python benchmark/report.py --check     # write nothing; exit code 1 if a table in a README is not the present one
 
 A README says where a table goes: what stands between `<!-- report: NAME -->` and `<!-- end of report -->` is replaced
-by it. The names are scores, improvement, ablation, iqm, steps_to_ppo, details, sensitivity and speed.
+by it. The names are scores, improvement, ablation, iqm, steps_to_ppo, details, sensitivity, speed and atari.
 
 The score of a run is the mean return of its last 100 episodes. With means over seeds, the paper's improvement of X over
 Y in an environment is (X - random) / (Y - random) - 1; random is the uniform policy of results/random.csv.
@@ -48,6 +48,7 @@ ALGORITHMS = {  # group: (name, colour), in this order in tables and legends
     "linf": ("L-infinity SPU", "#3c8d40"),
     "reverse_kl": ("reverse-KL SPU", "#c8553d"),
 }
+ATARI = {"atari_ppo": ALGORITHMS["sb3_ppo"], "atari": ALGORITHMS["spu"]}  # the pilot's, drawn by themselves
 OTHERS = {"spu_3m": "SPU at 3M steps", "trpo_3m": "TRPO at 3M steps"}
 OTHERS |= {"no_kl_term": "no KL term", "no_per_state_acceptance": "no per-state acceptance"}
 COMPARISONS = [  # X, Y, the paper's percentage of each environment as a column of published.csv, the paper's average
@@ -373,9 +374,24 @@ def speed_table(data):
     return markdown(header, rows, note)
 
 
+def atari_table(data):
+    """A row per run: the games' scores as training goes on, and the options that differ from the default."""
+    rows = []
+    for group in sorted((group for group in data.runs if "atari" in group), key=lambda g: (g not in ATARI, g)):
+        options = re.sub(r" ?--total-timesteps \d+", "", data.options[group])
+        title = ATARI[group][0] if group in ATARI else f"SPU `{options}`"
+        for env, seeds in data.runs[group].items():
+            for seed, curve in seeds.items():
+                points = [curve[np.searchsorted(curve[:, 0], q / 4 * curve[-1, 0]), 1] for q in range(1, 5)]
+                rows.append([env, title, seed, f"{curve[-1, 0]:,.0f}", number(curve[0, 1]), *map(number, points)])
+    header = ["", "algorithm", "seed", "steps", "first games", "after ¼", "½", "¾", "at the end"]
+    sentence = "Mean score of the last 100 games of a single run each, true and over all lives."
+    return markdown(header, sorted(rows, key=lambda row: row[0] != "Pong"), sentence)
+
+
 TABLES = {"scores": scores_table, "improvement": improvement_table, "ablation": ablation_table, "iqm": iqm_table}
 TABLES |= {"steps_to_ppo": steps_to_ppo_table, "details": details_table, "sensitivity": sensitivity_table}
-TABLES |= {"speed": speed_table}
+TABLES |= {"speed": speed_table, "atari": atari_table}
 
 
 def fill(text, tables):
@@ -397,7 +413,7 @@ def fill(text, tables):
 # ---- Pictures
 
 
-def draw_curves(data, envs, path):
+def draw_curves(data, envs, path, algorithms=ALGORITHMS):
     """A panel per environment: mean over seeds, a 95 % bootstrap interval, and the published score of SPU."""
     columns = min(len(envs), 4)
     rows = -(-len(envs) // columns)
@@ -406,11 +422,11 @@ def draw_curves(data, envs, path):
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     handles = {}
     for index, (axis, env) in enumerate(zip(axes.flat, envs)):
-        for order, (group, (title, color)) in enumerate(ALGORITHMS.items()):
+        for order, (group, (title, color)) in enumerate(algorithms.items()):
             if curves := list(data.runs.get(group, {}).get(env, {}).values()):
                 steps, returns = align(curves)
-                front = 20 if group == "spu" else 3 + order
-                line = {"color": color, "lw": 2 if group == "spu" else 1.4, "zorder": front}
+                front = 20 if title == "SPU" else 3 + order
+                line = {"color": color, "lw": 2 if title == "SPU" else 1.4, "zorder": front}
                 handles[title] = axis.plot(steps / 1e6, returns.mean(0), **line)[0]
                 if len(curves) > 1:
                     low, high = interval(lambda draws: draws.mean(1), [returns])
@@ -427,7 +443,7 @@ def draw_curves(data, envs, path):
         axis.grid(color="0.93")
     for axis in axes.flat[len(envs) :]:
         axis.axis("off")
-    titles = [title for title in [*(title for title, _ in ALGORITHMS.values()), PUBLISHED] if title in handles]
+    titles = [title for title in [*(title for title, _ in algorithms.values()), PUBLISHED] if title in handles]
     legend = {"handles": [handles[title] for title in titles], "labels": titles, "frameon": False, "fontsize": 9}
     if full:
         figure.legend(loc="outside lower center", ncols=4, **legend)
@@ -492,6 +508,8 @@ def main():
     ):
         if panels:
             draw_curves(data, panels, pictures / f"{title}.png")
+    if games := sorted({env for group in ATARI for env in data.runs.get(group, {})}):
+        draw_curves(data, games, pictures / "learning_curves_atari.png", ATARI)
     if sensitivity(data):
         draw_sensitivity(data, pictures / "sensitivity.png")
 

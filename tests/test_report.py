@@ -26,13 +26,11 @@ TUNING += "spu_continuous,--lam 1.3 --delta 0.025,Hopper-v4,102,1142\n"
 STEP = 204_800
 
 
-def add(results, group, env, seed, *returns, first=1, flags=""):
+def add(results, group, env, seed, *returns, first=1, flags="", script="spu_continuous"):
     """A run with these returns, one every STEP steps."""
     path = results / group / f"{env}__{seed}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    header = (
-        f"# command: python spu_continuous.py --env-id {env} --seed {seed}{flags}\n# versions: torch 2\n# seconds: 1\n"
-    )
+    header = f"# command: python {script}.py --env-id {env} --seed {seed}{flags}\n# versions: torch 2\n# seconds: 1\n"
     rows = "".join(f"{STEP * i},{value}\n" for i, value in enumerate(returns, first))
     path.write_text(f"{header}step,return\n{rows}")
 
@@ -76,10 +74,13 @@ def made_up(tmp_path_factory):
     add(results, "sensitivity_2", "Hopper-v4", 1, 1042, flags=" --delta 0.05 --lam 1.2")
     add(results, "spu_3m", "Hopper-v4", 1, 2142)
     add(results, "trpo_3m", "Hopper-v4", 1, 1142)
+    add(results, "atari", "Pong", 1, -21, -20, -19, -18, -17, flags=" --total-timesteps 1024000")
+    add(results, "atari_ppo", "Breakout", 1, 2, 4, 6, 8, flags=" --algorithm ppo --total-timesteps 819200")
+    add(results, "tune_atari_x", "Breakout", 101, 1, 3, flags=" --lam 2 --total-timesteps 409600", script="spu_atari")
     (results / "random.csv").write_text(RANDOM)
     (results / "speed.csv").write_text(SPEED)
     (folder / "README.md").write_text(markers("scores", "improvement"))
-    others = ("ablation", "iqm", "steps_to_ppo", "details", "sensitivity", "speed")
+    others = ("ablation", "iqm", "steps_to_ppo", "details", "sensitivity", "speed", "atari")
     (folder / "benchmark" / "README.md").write_text(markers(*others))
     run(folder)
     return folder
@@ -174,8 +175,17 @@ def test_details_sensitivity_and_speed(made_up):
     assert "Hopper-v4 3" in footnote and "SPU takes 10 % longer than one of our PPO (+0 to +20 %)" in footnote
 
 
+def test_atari_runs_have_a_row_each(made_up):
+    text = (made_up / "benchmark" / "README.md").read_text().split("<!-- report: atari -->")[1]
+    assert [line for line in text.splitlines() if line.startswith("| ")][2:] == [
+        "| Pong | SPU | 1 | 1,024,000 | -21.0 | -20.0 | -19.0 | -18.0 | -17.0 |",
+        "| Breakout | SB3 PPO | 1 | 819,200 | 2.0 | 2.0 | 4.0 | 6.0 | 8.0 |",
+        "| Breakout | SPU `--lam 2` | 101 | 409,600 | 1.0 | 1.0 | 1.0 | 3.0 | 3.0 |",
+    ]
+
+
 def test_pictures_are_drawn_and_small(made_up):
-    for name in ("learning_curves", "learning_curves_small", "sensitivity"):
+    for name in ("learning_curves", "learning_curves_small", "learning_curves_atari", "sensitivity"):
         path = made_up / "benchmark" / "results" / f"{name}.png"
         assert path.stat().st_size < 300_000
         pixels = np.array(Image.open(path).convert("RGB")).reshape(-1, 3)
