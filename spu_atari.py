@@ -1,4 +1,4 @@
-"""Supervised Policy Update (SPU): forward KL, Atari games, all in one file.
+r"""Supervised Policy Update (SPU): forward KL, Atari games, all in one file.
 
 SPU (Vuong, Zhang and Ross, ICLR 2019) is PPO with another update. From the current policy pi_k, in two steps:
   1. Solve. Among ALL policies, not only those a network can express, maximise the expected advantage subject to
@@ -17,7 +17,7 @@ SPU (Vuong, Zhang and Ross, ICLR 2019) is PPO with another update. From the curr
 One machine, 8 processes with a game each, as in the paper; if one dies, all go on from the last checkpoint:
     torchrun --standalone --nproc-per-node 8 --max-restarts 2 spu_atari.py --env-id Breakout --num-envs 1
 Two machines, on each of them (the first one's address is HOST):
-    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --rdzv-id breakout \\
+    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --rdzv-id breakout \
         spu_atari.py --env-id Breakout --num-envs 1
 """
 
@@ -69,7 +69,7 @@ class Args:
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation and of the TD(lambda) value targets
     value_coefficient: float = 1.0  # weight of the value loss; policy and value share a trunk. The paper is silent
-    entropy_coefficient: float = 0.01  # weight of the entropy bonus. The paper is silent
+    entropy_coefficient: float = 0.01  # weight of the entropy bonus, in every state. The paper is silent
     repeat_action_probability: float = 0.0  # sticky actions: 0 as in the paper, 0.25 as in ALE's v5 games
     # The paper's ablations (table 1)
     kl_term: bool = True  # keep grad KL(pi_theta || pi_k) in the gradient

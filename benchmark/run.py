@@ -42,7 +42,7 @@ YarsRevenge Zaxxon
 FOUR, FIVE = [*THREE, "Swimmer-v4"], [*THREE, "Swimmer-v4", "Reacher-v4"]
 DETAIL = [*FOUR, "Ant-v4"]  # Ant because TRPO is far ahead there
 PAPER = "--lam 1.3 --epsilon 0.05 --delta 0.0416666667 --max-epochs 30"  # the constants that the paper prints
-BEGINNING = "--no-anneal-lr --total-timesteps 122880"  # of a long run, where the step size is still whole
+FAST = "--learning-rate 5e-4 --max-epochs 4 --total-timesteps 160000"  # Atari, where a short run shows something
 SHORT = "--lam 1 --epsilon 0.5 --max-epochs 30 --total-timesteps 300000"
 
 # group: (script, environments, seeds, flags). Seeds from 101 on are for tuning: no tune_* or detail_* is a result.
@@ -61,7 +61,7 @@ PLAN = {
     "trpo_3m": ("benchmark/peers", ["Walker2d-v4"], [1, 2], "--algorithm trpo --total-timesteps 3000000"),
     "atari": ("spu_atari", ["Pong", "Breakout"], [1], "--total-timesteps 1000000"),  # a pilot
     "atari_ppo": ("benchmark/peers", ["Pong", "Breakout"], [1], "--algorithm ppo --total-timesteps 1000000"),
-    "atari_rate_5e-4": ("spu_atari", ["Breakout"], [1], "--learning-rate 5e-4 --max-epochs 4 --total-timesteps 160000"),
+    "atari_rate_5e-4": ("spu_atari", ["Breakout"], [1], FAST),
     "tune_paper": ("spu_continuous", FOUR, [101, 102], PAPER),
     "tune_delta_03": ("spu_continuous", FOUR, [101, 102], "--lam 1.3 --epsilon 0.04 --delta 0.03"),
     "tune_epochs_10": ("spu_continuous", FOUR, [101, 102], "--lam 1.3 --epsilon 0.03 --delta 0.02 --max-epochs 10"),
@@ -74,10 +74,10 @@ PLAN = {
     "detail_minibatch_256": ("spu_continuous", DETAIL, [101, 102], "--minibatch-size 256 --learning-rate 1e-3"),
     "detail_rewards_and_actions": ("spu_continuous", DETAIL, [101, 102], "--normalize-rewards --clip-actions"),
     "detail_orthogonal_init": ("spu_continuous", DETAIL, [101, 102], "--orthogonal-init"),
-    "tune_atari": ("spu_atari", ["Breakout"], [101, 102], BEGINNING),
-    "tune_atari_entropy_0": ("spu_atari", ["Breakout"], [101, 102], f"--entropy-coefficient 0 {BEGINNING}"),
-    "tune_atari_value_half": ("spu_atari", ["Breakout"], [101, 102], f"--value-coefficient 0.5 {BEGINNING}"),
-    "tune_atari_value_quarter": ("spu_atari", ["Breakout"], [101, 102], f"--value-coefficient 0.25 {BEGINNING}"),
+    "tune_atari": ("spu_atari", ["Breakout"], [101, 102], FAST),
+    "tune_atari_entropy_0": ("spu_atari", ["Breakout"], [101, 102], f"--entropy-coefficient 0 {FAST}"),
+    "tune_atari_value_half": ("spu_atari", ["Breakout"], [101, 102], f"--value-coefficient 0.5 {FAST}"),
+    "tune_atari_value_quarter": ("spu_atari", ["Breakout"], [101, 102], f"--value-coefficient 0.25 {FAST}"),
     "tune_linf_wide": ("spu_linf", THREE, [1], "--lam 0.5 --epsilon 1 --max-epochs 30"),  # once the default
     "tune_linf_ratios": ("spu_linf", THREE, [101, 102], SHORT),
     "tune_linf_probabilities": ("spu_linf", THREE, [101, 102], f"{SHORT} --probabilities"),
