@@ -48,7 +48,7 @@ ALGORITHMS = {  # group: (name, colour), in this order in tables and legends
     "linf": ("L-infinity SPU", "#3c8d40"),
     "reverse_kl": ("reverse-KL SPU", "#c8553d"),
 }
-ATARI = {"atari_ppo": ALGORITHMS["sb3_ppo"], "atari": ALGORITHMS["spu"]}  # the pilot's, drawn by themselves
+ATARI = {"atari_ppo": ALGORITHMS["sb3_ppo"], "atari": ALGORITHMS["spu"]}  # drawn by themselves
 OTHERS = {"spu_3m": "SPU at 3M steps", "trpo_3m": "TRPO at 3M steps"}
 OTHERS |= {"no_kl_term": "no KL term", "no_per_state_acceptance": "no per-state acceptance"}
 COMPARISONS = [  # X, Y, the paper's percentage of each environment as a column of published.csv, the paper's average
