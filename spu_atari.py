@@ -69,7 +69,7 @@ class Args:
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation and of the TD(lambda) value targets
     value_coefficient: float = 1.0  # weight of the value loss; policy and value share a trunk. The paper is silent
-    entropy_coefficient: float = 0.01  # weight of the entropy bonus, in every state. The paper is silent
+    entropy_coefficient: float = 0.01  # weight of the entropy bonus, also where KL > epsilon. The paper is silent
     repeat_action_probability: float = 0.0  # sticky actions: 0 as in the paper, 0.25 as in ALE's v5 games
     # The paper's ablations (table 1)
     kl_term: bool = True  # keep grad KL(pi_theta || pi_k) in the gradient

@@ -42,7 +42,7 @@ YarsRevenge Zaxxon
 FOUR, FIVE = [*THREE, "Swimmer-v4"], [*THREE, "Swimmer-v4", "Reacher-v4"]
 DETAIL = [*FOUR, "Ant-v4"]  # Ant because TRPO is far ahead there
 PAPER = "--lam 1.3 --epsilon 0.05 --delta 0.0416666667 --max-epochs 30"  # the constants that the paper prints
-FAST = "--learning-rate 5e-4 --max-epochs 4 --total-timesteps 160000"  # Atari, where a short run shows something
+FAST = "--learning-rate 5e-4 --max-epochs 4 --total-timesteps 160000"  # Atari, so that a short run shows something
 SHORT = "--lam 1 --epsilon 0.5 --max-epochs 30 --total-timesteps 300000"
 
 # group: (script, environments, seeds, flags). Seeds from 101 on are for tuning: no tune_* or detail_* is a result.
@@ -143,15 +143,15 @@ def keep(group, env, seed, run_dir, wall_time):
     episodes = [(event.step, event.value) for event in accumulator.Scalars("charts/episodic_return")]
     iterations, returns = [event.step for event in accumulator.Scalars("charts/SPS")], [value for _, value in episodes]
     counts = np.searchsorted([step for step, _ in episodes], iterations, "right")  # episodes finished by then
-    done = f"# seconds: {wall_time:.0f}, episodes: {len(returns)}"
+    summary = f"# seconds: {wall_time:.0f}, episodes: {len(returns)}"
     for tag in (tag for tag in ("spu/kl_mean", "spu/epochs_used") if tag in accumulator.Tags()["scalars"]):
-        done += f", mean of {tag}: {np.mean([event.value for event in accumulator.Scalars(tag)]):.3g}"
+        summary += f", mean of {tag}: {np.mean([event.value for event in accumulator.Scalars(tag)]):.3g}"
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "gymnasium", "mujoco", "numpy"))
     path = result(group, env, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.tmp", "w", newline="") as file:
         file.write(f"# command: python {shlex.join(command(group, env, seed))}\n# versions: {packages}\n")
-        file.write(f"{done}\n")
+        file.write(f"{summary}\n")
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["step", "return"])
         for step, count in zip(iterations, counts):
