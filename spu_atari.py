@@ -4,12 +4,13 @@ SPU (Vuong, Zhang and Ross, ICLR 2019) is PPO with another update. From the curr
   1. Solve. Among ALL policies, not only those a network can express, maximise the expected advantage subject to
      mean KL(pi || pi_k) <= delta and, in every state s, KL(pi || pi_k)[s] <= epsilon. Theorem 1 has the closed form:
          pi*(a|s)  is proportional to  pi_k(a|s) exp(A(s,a) / lambda)
-     (lambda follows from delta and, where it binds, from epsilon; the paper makes it a hyper-parameter instead).
+     (lambda follows from delta, in some states from epsilon; the paper makes it a hyper-parameter instead).
   2. Fit. Up to a constant, KL(pi_theta || pi*) = KL(pi_theta || pi_k) - (1/lambda) E_{a ~ pi_k}[ratio A], where
      ratio = pi_theta(a|s) / pi_k(a|s). The network is trained on the batch to lower it, with the gradient of eq. (18):
          mean_i [ grad KL(pi_theta || pi_k)[s_i] - (1/lambda) A_i grad ratio_i ] 1{KL(pi_theta || pi_k)[s_i] <= epsilon}
      The indicator stands for epsilon: a state that has moved too far gives no gradient. Stopping stands for delta: the
      epochs over the batch end after the first in which the mean KL was above it.
+  The policy and the value share a trunk here: the loss has a value and an entropy term too, which count in all states.
 
     python spu_atari.py --env-id Breakout                              # train in one process; everything goes to runs/
     python spu_atari.py --resume runs/RUN                              # go on where a run was cut off
@@ -446,7 +447,7 @@ def main():
             "losses/entropy": entropy,
             "losses/explained_variance": 1 - np.var(value_targets - values) / (np.var(value_targets) + 1e-8),
             "spu/kl_mean": kl,
-            "spu/kl_max": max(part[-1].item() for part in parts),
+            "spu/kl_max": max(part[-1].item() for part in parts),  # with several processes, the mean of theirs
             "spu/accepted_fraction": accepted,
             "spu/epochs_used": epochs_used,
         }

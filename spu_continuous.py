@@ -4,7 +4,7 @@ SPU (Vuong, Zhang and Ross, ICLR 2019) is PPO with another update. From the curr
   1. Solve. Among ALL policies, not only those a network can express, maximise the expected advantage subject to
      mean KL(pi || pi_k) <= delta and, in every state s, KL(pi || pi_k)[s] <= epsilon. Theorem 1 has the closed form:
          pi*(a|s)  is proportional to  pi_k(a|s) exp(A(s,a) / lambda)
-     (lambda follows from delta and, where it binds, from epsilon; the paper makes it a hyper-parameter instead).
+     (lambda follows from delta, in some states from epsilon; the paper makes it a hyper-parameter instead).
   2. Fit. Up to a constant, KL(pi_theta || pi*) = KL(pi_theta || pi_k) - (1/lambda) E_{a ~ pi_k}[ratio A], where
      ratio = pi_theta(a|s) / pi_k(a|s). The network is trained on the batch to lower it, with the gradient of eq. (18):
          mean_i [ grad KL(pi_theta || pi_k)[s_i] - (1/lambda) A_i grad ratio_i ] 1{KL(pi_theta || pi_k)[s_i] <= epsilon}
@@ -68,7 +68,7 @@ class Args:
     dynamic_stopping: bool = True  # end the epochs when the mean KL exceeds delta; otherwise always max_epochs
     per_state_acceptance: bool = True  # no gradient from a state whose KL exceeds epsilon
     # Where the paper's code and today's practice differ
-    bootstrap_truncation: bool = True  # a time limit is not death: its value counts (the paper's code: it does not)
+    bootstrap_truncation: bool = True  # a time limit is not death: add the value of what it cut off (not in the paper)
     normalize_rewards: bool = False  # divide rewards by the std of the discounted return, then clip them at 10
     clip_actions: bool = False  # clip actions to the action space before the environment sees them
     orthogonal_init: bool = False  # orthogonal initial weights instead of the paper's code's Gaussian ones
@@ -137,7 +137,7 @@ def update_moments(moments, x):
 
 
 def network(inputs, outputs, head_gain, orthogonal):
-    """64-64 tanh (repeated in `Agent.actor`). As in the paper's code, a unit's weights are Gaussian of norm `gain`."""
+    """64-64 tanh (repeated in `Agent.actor`). As in the paper's code, a unit's weights have norm `gain`."""
     layers = [nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)]
     for linear in layers[::2]:
         gain = head_gain if linear is layers[-1] else math.sqrt(2) if orthogonal else 1.0

@@ -62,12 +62,12 @@ class Args:
     anneal_lr: bool = True  # lower the step size linearly to 0 over the run
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation and of the TD(lambda) value targets
-    # The ablations of the paper's table 1
+    # The paper's ablations (table 1)
     kl_term: bool = True  # keep grad KL(pi_theta || pi_k) in the gradient
     dynamic_stopping: bool = True  # end the epochs when the mean KL exceeds delta; otherwise always max_epochs
     per_state_acceptance: bool = True  # no gradient from a state whose KL exceeds accept
     # Where the paper's code and today's practice differ
-    bootstrap_truncation: bool = True  # a time limit is not death: its value counts (the paper's code: it does not)
+    bootstrap_truncation: bool = True  # a time limit is not death: add the value of what it cut off (not in the paper)
     normalize_rewards: bool = False  # divide rewards by the std of the discounted return, then clip them at 10
     clip_actions: bool = False  # clip actions to the action space before the environment sees them
     orthogonal_init: bool = False  # orthogonal initial weights instead of the paper's code's Gaussian ones
@@ -136,7 +136,7 @@ def update_moments(moments, x):
 
 
 def network(inputs, outputs, head_gain, orthogonal):
-    """64-64 tanh (repeated in `Agent.actor`). As in the paper's code, a unit's weights are Gaussian of norm `gain`."""
+    """64-64 tanh (repeated in `Agent.actor`). As in the paper's code, a unit's weights have norm `gain`."""
     layers = [nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)]
     for linear in layers[::2]:
         gain = head_gain if linear is layers[-1] else math.sqrt(2) if orthogonal else 1.0
@@ -197,9 +197,9 @@ def solve_multipliers(advantages, epsilon, weights=None):
     return 1 / one_over_lambda, advantages.max() + np.exp(middle)
 
 
-def spu_loss(kl, backward_kl, ratio, log_targets, accept, kl_term=True):
+def spu_loss(kl, reverse_kl, ratio, log_targets, accept, kl_term=True):
     """Its gradient is eq. (22), grad KL - log(pi*/pi_k) grad ratio, where KL(pi_k || pi_theta) <= accept."""
-    accepted = (backward_kl.detach() <= accept).float()  # the indicator, a constant for the gradient
+    accepted = (reverse_kl.detach() <= accept).float()  # the indicator, a constant for the gradient
     return ((kl_term * kl - ratio * log_targets) * accepted).mean()
 
 
@@ -217,10 +217,10 @@ def losses(params, agent, batch, old_log_std, args):
     """The loss on these samples as a function of the parameters (the agent gives only its form), and its two parts."""
     obs, actions, log_targets, value_targets, old_mean = batch
     mean, log_std, values = torch.func.functional_call(agent, params, (obs,))
-    kl, backward = gaussian_kl(mean, log_std, old_mean, old_log_std), gaussian_kl(old_mean, old_log_std, mean, log_std)
+    kl, reverse = gaussian_kl(mean, log_std, old_mean, old_log_std), gaussian_kl(old_mean, old_log_std, mean, log_std)
     ratio = (gaussian_log_prob(actions, mean, log_std) - gaussian_log_prob(actions, old_mean, old_log_std)).exp()
     accept = args.accept if args.per_state_acceptance else math.inf
-    policy_loss = spu_loss(kl, backward, ratio, log_targets, accept, args.kl_term)
+    policy_loss = spu_loss(kl, reverse, ratio, log_targets, accept, args.kl_term)
     value_loss = ((values - value_targets) ** 2).mean()  # unweighted: the networks share no parameters
     return policy_loss + value_loss, (policy_loss, value_loss)
 
@@ -401,7 +401,7 @@ def main():
         log_targets = np.log(lam / (lam_prime - advantages)) + args.epsilon  # log(pi*/pi_k); + epsilon makes its mean 0
         batch = (inputs, actions, log_targets, value_targets, old_mean)
         batch = [torch.as_tensor(x, dtype=torch.float32, device=device).flatten(0, 1) for x in batch]
-        # ---- Fit: epochs over the batch in minibatches, until the mean KL exceeds delta (as Algorithm 1)
+        # ---- Fit: epochs over the batch in minibatches, until the mean KL exceeds delta (Algorithm 1)
         rate = torch.tensor(args.learning_rate * (1 - args.anneal_lr * iteration / num_iterations), device=device)
         with torch.no_grad():  # torch.func.grad differentiates all the same
             for epochs_used in range(1, args.max_epochs + 1):
@@ -410,7 +410,7 @@ def main():
                     update = update or try_compile(params, adam, rate, agent, minibatch, old_log_std, args)
                     update(params, adam, rate, agent, minibatch, old_log_std, args)
                 new_mean = torch.as_tensor(agent.actor(normalized=True)(batch[0].cpu().numpy()), device=device)
-                kl = gaussian_kl(batch[-1], old_log_std, new_mean, agent.log_std)  # backward, in all states
+                kl = gaussian_kl(batch[-1], old_log_std, new_mean, agent.log_std)  # reverse, in all states
                 if args.dynamic_stopping and kl.mean() > args.delta:
                     break
             _, (policy_loss, value_loss) = losses(params, agent, batch, old_log_std, args)

@@ -53,7 +53,7 @@ class Args:
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation and of the TD(lambda) value targets
     # Where the paper's code and today's practice differ
-    bootstrap_truncation: bool = True  # a time limit is not death: its value counts (the paper's code: it does not)
+    bootstrap_truncation: bool = True  # a time limit is not death: add the value of what it cut off (not in the paper)
     normalize_rewards: bool = False  # divide rewards by the std of the discounted return, then clip them at 10
     clip_actions: bool = False  # clip actions to the action space before the environment sees them
     orthogonal_init: bool = False  # orthogonal initial weights instead of the paper's code's Gaussian ones
@@ -122,7 +122,7 @@ def update_moments(moments, x):
 
 
 def network(inputs, outputs, head_gain, orthogonal):
-    """64-64 tanh (repeated in `Agent.actor`). As in the paper's code, a unit's weights are Gaussian of norm `gain`."""
+    """64-64 tanh (repeated in `Agent.actor`). As in the paper's code, a unit's weights have norm `gain`."""
     layers = [nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)]
     for linear in layers[::2]:
         gain = head_gain if linear is layers[-1] else math.sqrt(2) if orthogonal else 1.0

@@ -18,9 +18,9 @@ INTENDED = {
         "Args": "epsilon is the target's constraint; acceptance and stopping have thresholds of their own; no lambda",
         "check": "the names of the thresholds",
         "gaussian_kl": "its docstring: both directions are used",
-        "spu_loss": "log(pi*/pi_k) instead of A / lambda; the backward KL accepts",
+        "spu_loss": "log(pi*/pi_k) instead of A / lambda; the reverse KL accepts",
         "losses": "both directions of the KL",
-        "main": "the targets, and the backward KL in the stopping rule",
+        "main": "the targets, and the reverse KL in the stopping rule",
     },
     "benchmark/ppo_continuous": {
         "Args": "a clip instead of SPU's constants and ablations",

@@ -151,24 +151,24 @@ def test_without_the_kl_term_or_acceptance_their_part_is_gone():
     assert not kl.grad.any() and (ratio.grad == -0.5).all()
 
 
-def test_the_backward_kl_decides_acceptance_in_spu_reverse_kl():
+def test_the_reverse_kl_decides_acceptance_in_spu_reverse_kl():
     kl, ratio = torch.tensor([9.0, 0.01], requires_grad=True), torch.tensor([1.1, 1.5], requires_grad=True)
-    backward_kl = torch.tensor([0.01, 9.0])
-    spu_reverse_kl.spu_loss(kl, backward_kl, ratio, torch.tensor([3.0, 4.0]), accept=0.03).backward()
+    reverse_kl = torch.tensor([0.01, 9.0])
+    spu_reverse_kl.spu_loss(kl, reverse_kl, ratio, torch.tensor([3.0, 4.0]), accept=0.03).backward()
     assert kl.grad.tolist() == [0.5, 0.0] and ratio.grad.tolist() == [-1.5, 0.0]
 
 
-def forward_loss(kl, backward_kl, ratio, third, old_log_prob, args):
+def forward_loss(kl, reverse_kl, ratio, third, old_log_prob, args):
     accepted = kl.detach() <= args.epsilon if args.per_state_acceptance else 1.0
     return ((kl if args.kl_term else 0) - ratio * third / args.lam) * accepted
 
 
-def backward_loss(kl, backward_kl, ratio, third, old_log_prob, args):
-    accepted = backward_kl.detach() <= args.accept if args.per_state_acceptance else 1.0
+def backward_loss(kl, reverse_kl, ratio, third, old_log_prob, args):
+    accepted = reverse_kl.detach() <= args.accept if args.per_state_acceptance else 1.0
     return ((kl if args.kl_term else 0) - ratio * third) * accepted
 
 
-def squared_error(kl, backward_kl, ratio, third, old_log_prob, args):
+def squared_error(kl, reverse_kl, ratio, third, old_log_prob, args):
     if args.probabilities:
         return ((ratio - third) * old_log_prob.exp()) ** 2
     return (ratio - third) ** 2
@@ -200,11 +200,11 @@ def test_a_step_is_autograd_and_torch_adam(spu, policy_loss, options):
         spu.minibatch_step(params, adam, rate, agent, batch, old_log_std, args)
         obs, actions, third, targets, old_mean = batch
         new, old = gaussian(reference.policy(obs), reference.log_std), gaussian(old_mean, old_log_std)
-        kl, backward_kl = (torch.distributions.kl_divergence(*pair) for pair in ((new, old), (old, new)))
+        kl, reverse_kl = (torch.distributions.kl_divergence(*pair) for pair in ((new, old), (old, new)))
         ratio = new.log_prob(actions).exp() / old.log_prob(actions).exp()
         optimizer.zero_grad()
         value_loss = (reference.value(obs).squeeze(-1) - targets).square().mean()
-        (policy_loss(kl, backward_kl, ratio, third, old.log_prob(actions), args).mean() + value_loss).backward()
+        (policy_loss(kl, reverse_kl, ratio, third, old.log_prob(actions), args).mean() + value_loss).backward()
         optimizer.step()
     for p, q in zip(agent.parameters(), reference.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
