@@ -27,13 +27,8 @@ import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- report: ", "<!-- end of report -->"
-DEFAULTS = [
-    "--lam 1.3",
-    "--epsilon 0.03",
-    "--delta 0.02",
-    "--max-epochs 30",
-]  # of spu_continuous.py, if a run says them
-ABLATION_BASELINE = "spu"  # full SPU, with the options that the ablations switch off
+DEFAULTS = {"--lam 1.3", "--epsilon 0.03", "--delta 0.02", "--max-epochs 10"}  # spu_continuous.py's, if a run says them
+ABLATION_BASELINE = "spu_30_epochs"  # full SPU, with as many epochs as the ablations: the paper's
 VECTORS = "sensitivity_"  # groups with one random vector of hyper-parameters each
 PAPER_ABLATION = {"no_kl_term": 4, "no_dynamic_stopping": 24, "no_per_state_acceptance": 9}  # % over TRPO; full SPU: 27
 PUBLISHED = "SPU as published"
@@ -51,6 +46,7 @@ ALGORITHMS = {  # group: (name, colour), in this order in tables and legends
 ATARI = {"atari_ppo": ALGORITHMS["sb3_ppo"], "atari": ALGORITHMS["spu"]}  # drawn by themselves
 OTHERS = {"spu_3m": "SPU at 3M steps", "trpo_3m": "TRPO at 3M steps"}
 OTHERS |= {"no_kl_term": "no KL term", "no_per_state_acceptance": "no per-state acceptance"}
+OTHERS |= {"spu_30_epochs": "SPU with 30 epochs"}
 COMPARISONS = [  # X, Y, the paper's percentage of each environment as a column of published.csv, the paper's average
     ("spu", "trpo", "spu_over_trpo_pct", 27),
     ("spu", "sb3_ppo", "spu_over_ppo_pct", 17),
@@ -95,7 +91,7 @@ def load(results):
     data = Data({}, {}, {}, {}, read_rows(results / "speed.csv"), {})
 
     def tuned(flags, env, seed, score):
-        flags = " ".join(sorted(set(re.findall(r"--\S+(?: (?!--)\S+)?", flags)) - set(DEFAULTS)))
+        flags = " ".join(sorted(set(re.findall(r"--\S+(?: (?!--)\S+)?", flags)) - DEFAULTS))
         data.tuning.setdefault(flags, {}).setdefault(env, {})[int(seed)] = float(score)
 
     for row in read_rows(results / "tuning.csv"):
@@ -258,28 +254,29 @@ def improvement_table(data):
 
 def ablation_table(data):
     """Every row on the runs (environment and seed) that both the ablation and full SPU have."""
-    scores, rows, used = data.scores, [], {}
+    scores, used, parts = data.scores, {}, {}
     full, trpo = (scores.get(group, {}) for group in (ABLATION_BASELINE, "trpo"))
     for group in PAPER_ABLATION:
         part = shared(scores.get(group, {}), full)
         if values := improvement(part, trpo, data.random):
-            part = {env: part[env] for env in values}
-            same = improvement(shared(full, part), trpo, data.random)
-            paper, count = f"{PAPER_ABLATION[group]:+d} %", sum(map(len, part.values()))
-            rows.append([name(group), percent(values.values()), percent(same.values()), paper, len(part), count])
-            for env in part:
+            parts[group] = {env: part[env] for env in values}
+            for env in values:
                 used.setdefault(env, {}).update(part[env])
-    part = shared(full, used)
-    value = percent(improvement(part, trpo, data.random).values())
-    rows = [["full SPU", value, value, "+27 %", len(part), sum(map(len, part.values()))], *rows] if rows else []
-    header = ["", "over TRPO", "full SPU on the same runs", "over TRPO in the paper", "environments", "runs"]
-    sentence = "(X − random) / (TRPO − random) − 1, on the environments and seeds that both X and full SPU have."
+    parts = {"full SPU": shared(full, used)} | parts if parts else {}
+    rows = []
+    for group, part in parts.items():
+        gains = [improvement(x, trpo, data.random).values() for x in (part, shared(full, part))]
+        cells = [cell(part.get(env, {})) for env in sorted(used)]
+        rows.append([name(group), *cells, *map(percent, gains), f"{PAPER_ABLATION.get(group, 27):+d} %"])
+    header = ["", *sorted(used), "over TRPO", "full SPU on the same runs", "over TRPO in the paper"]
+    sentence = "Scores ± standard error over seeds (number of seeds), and (X − random) / (TRPO − random) − 1, on the "
+    sentence += "environments and seeds that both X and full SPU have. All with `--max-epochs 30`, as in the paper."
     return markdown(header, rows, sentence, data, [ABLATION_BASELINE, *PAPER_ABLATION, "trpo"])
 
 
 def iqm_table(data):
     rows = []
-    for group in (group for group in ALGORITHMS if group in data.runs):
+    for group in (group for group in [*ALGORITHMS, ABLATION_BASELINE] if group in data.runs):
         strata = []
         for env, seeds in data.scores[group].items():
             if env in data.random and env in data.published:
@@ -294,7 +291,7 @@ def iqm_table(data):
         "0 is the random policy, 1 the published SPU. No interval where an environment has one seed; with two it "
     )
     sentence += "is far too narrow. Compare only rows with the same environments."
-    return markdown(header, rows, sentence, data, ALGORITHMS)
+    return markdown(header, rows, sentence, data, [*ALGORITHMS, ABLATION_BASELINE])
 
 
 def steps_to_ppo_table(data):
@@ -362,15 +359,18 @@ def speed_table(data):
     rounds = ", ".join(f"{env} {sum(row['env_id'] == env for row in data.speed)}" for env in envs)
     note = "Medians (and the range) of rounds that run all in turn, one thread each on MuJoCo, all cores on Atari."
     note = f"{note} Rounds: {rounds}. Plain PPO is in the style of CleanRL, eager throughout."
-    cost = [
-        (float(row["our_ppo_steps_per_second"]), float(row["spu_10_epochs_steps_per_second"]))
-        for row in data.speed
-        if row.get("our_ppo_steps_per_second")
-    ]
-    if cost:
-        longer = [100 * (ppo / spu - 1) for ppo, spu in cost]
-        note += f" At 10 epochs each, an iteration of SPU takes {np.median(longer):.0f} % longer than one of our PPO"
-        note += f" ({min(longer):+.0f} to {max(longer):+.0f} %)."
+    timed = [row for row in data.speed if row.get("our_ppo_steps_per_second")]
+    if timed:
+        sb3, ppo, spu = (
+            np.array([float(row[f"{who}_steps_per_second"]) for row in timed])
+            for who in ("sb3_ppo", "our_ppo", "spu_10_epochs")
+        )
+        times, longer = spu / sb3, 100 * (ppo / spu - 1)
+        note += f" With 10 epochs, its default, SPU does {np.median(spu):.0f} steps/s, {np.median(times):.1f} times SB3"
+        note += (
+            f" PPO's ({min(times):.1f} to {max(times):.1f}), and an iteration takes {np.median(longer):.0f} % longer"
+        )
+        note += f" than one of our PPO ({min(longer):+.0f} to {max(longer):+.0f} %)."
     return markdown(header, rows, note)
 
 

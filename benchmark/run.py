@@ -40,9 +40,11 @@ Seaquest Skiing Solaris SpaceInvaders StarGunner Tennis TimePilot Tutankham UpND
 YarsRevenge Zaxxon
 """.split()
 FOUR, FIVE = [*THREE, "Swimmer-v4"], [*THREE, "Swimmer-v4", "Reacher-v4"]
-DETAIL = [*FOUR, "Ant-v4"]  # Ant because TRPO is far ahead there
-BEHIND = [*DETAIL, "InvertedDoublePendulum-v4", "Humanoid-v4"]  # and the others in which PPO is
-PAPER = "--lam 1.3 --epsilon 0.05 --delta 0.0416666667 --max-epochs 30"  # the constants that the paper prints
+DETAIL = [*FOUR, "Ant-v4", "InvertedDoublePendulum-v4"]
+REGION = "--epsilon 0.05 --delta 0.0416666667"  # the trust region that the paper prints
+PAPER = f"{REGION} --lam 1.3 --max-epochs 30"
+CLIP_AND_REWARDS = "--normalize-rewards --clip-actions --max-epochs 30"
+MINIBATCH_256 = "--minibatch-size 256 --learning-rate 1e-3 --max-epochs 30"
 FAST = "--learning-rate 5e-4 --max-epochs 4 --total-timesteps 160000"  # Atari, so that a short run shows something
 SHORT = "--lam 1 --epsilon 0.5 --max-epochs 30 --total-timesteps 300000"
 
@@ -53,9 +55,10 @@ PLAN = {
     "sb3_ppo": ("benchmark/peers", MUJOCO, [1, 2], "--algorithm ppo"),
     "trpo": ("benchmark/peers", MUJOCO, [1, 2], "--algorithm trpo"),
     "spu_paper": ("spu_continuous", MUJOCO, [1, 2], f"{PAPER} --no-bootstrap-truncation"),
-    "no_kl_term": ("spu_continuous", THREE, [1, 2], "--no-kl-term"),
-    "no_dynamic_stopping": ("spu_continuous", THREE, [1, 2], "--no-dynamic-stopping"),
-    "no_per_state_acceptance": ("spu_continuous", THREE, [1, 2], "--no-per-state-acceptance"),
+    "spu_30_epochs": ("spu_continuous", MUJOCO, [1, 2], "--max-epochs 30"),  # once the default
+    "no_kl_term": ("spu_continuous", THREE, [1, 2], "--max-epochs 30 --no-kl-term"),
+    "no_dynamic_stopping": ("spu_continuous", THREE, [1, 2], "--max-epochs 30 --no-dynamic-stopping"),
+    "no_per_state_acceptance": ("spu_continuous", THREE, [1, 2], "--max-epochs 30 --no-per-state-acceptance"),
     "linf": ("spu_linf", FIVE, [1, 2, 3], ""),  # seed 1 had a part in choosing its defaults: 2 and 3 are the fresh ones
     "reverse_kl": ("spu_reverse_kl", FIVE, [1, 2], ""),
     "spu_3m": ("spu_continuous", ["Walker2d-v4"], [1, 2], "--total-timesteps 3000000"),
@@ -63,18 +66,22 @@ PLAN = {
     "atari": ("spu_atari", ["Pong", "Breakout"], [1], "--total-timesteps 1000000"),  # a pilot
     "atari_ppo": ("benchmark/peers", ["Pong", "Breakout"], [1], "--algorithm ppo --total-timesteps 1000000"),
     "atari_rate_5e-4": ("spu_atari", ["Breakout"], [1], FAST),
-    "tune_paper": ("spu_continuous", FOUR, [101, 102], PAPER),
-    "tune_delta_03": ("spu_continuous", FOUR, [101, 102], "--lam 1.3 --epsilon 0.04 --delta 0.03"),
-    "tune_epochs_10": ("spu_continuous", BEHIND, [101, 102], "--lam 1.3 --epsilon 0.03 --delta 0.02 --max-epochs 10"),
-    "detail_no_anneal": ("spu_continuous", DETAIL, [101, 102], "--no-anneal-lr"),
-    "tune_default": ("spu_continuous", BEHIND, [101, 102], ""),
-    "detail_no_bootstrap": ("spu_continuous", DETAIL, [101, 102], "--no-bootstrap-truncation"),
-    "detail_normalize_rewards": ("spu_continuous", DETAIL, [101, 102], "--normalize-rewards"),
+    "tune_default": ("spu_continuous", DETAIL, [101, 102], ""),
+    "tune_paper_10_epochs": ("spu_continuous", FOUR, [101, 102], REGION),
     "detail_clip_actions": ("spu_continuous", DETAIL, [101, 102], "--clip-actions"),
-    "detail_clip_no_anneal": ("spu_continuous", DETAIL, [101, 102], "--clip-actions --no-anneal-lr"),
-    "detail_minibatch_256": ("spu_continuous", DETAIL, [101, 102], "--minibatch-size 256 --learning-rate 1e-3"),
-    "detail_rewards_and_actions": ("spu_continuous", DETAIL, [101, 102], "--normalize-rewards --clip-actions"),
+    "detail_normalize_rewards": ("spu_continuous", DETAIL, [101, 102], "--normalize-rewards"),
     "detail_orthogonal_init": ("spu_continuous", DETAIL, [101, 102], "--orthogonal-init"),
+    "detail_no_anneal": ("spu_continuous", DETAIL, [101, 102], "--no-anneal-lr"),
+    "detail_no_bootstrap": ("spu_continuous", DETAIL, [101, 102], "--no-bootstrap-truncation"),
+    "tune_30_default": ("spu_continuous", DETAIL, [101, 102], "--max-epochs 30"),
+    "tune_30_paper": ("spu_continuous", FOUR, [101, 102], PAPER),
+    "tune_30_delta_03": ("spu_continuous", FOUR, [101, 102], "--epsilon 0.04 --delta 0.03 --max-epochs 30"),
+    "tune_30_normalize_rewards": ("spu_continuous", FOUR, [101, 102], "--normalize-rewards --max-epochs 30"),
+    "tune_30_no_anneal": ("spu_continuous", ["HalfCheetah-v4", "Ant-v4"], [101], "--no-anneal-lr --max-epochs 30"),
+    "tune_30_clip_actions": ("spu_continuous", ["HalfCheetah-v4"], [101], "--clip-actions --max-epochs 30"),
+    "tune_30_clip_no_anneal": ("spu_continuous", ["Ant-v4"], [101], "--clip-actions --no-anneal-lr --max-epochs 30"),
+    "tune_30_clip_and_rewards": ("spu_continuous", ["Ant-v4"], [101], CLIP_AND_REWARDS),
+    "tune_30_minibatch_256": ("spu_continuous", ["Ant-v4"], [101], MINIBATCH_256),
     "tune_atari": ("spu_atari", ["Breakout"], [101, 102], FAST),
     "tune_atari_entropy_0": ("spu_atari", ["Breakout"], [101, 102], f"--entropy-coefficient 0 {FAST}"),
     "tune_atari_value_half": ("spu_atari", ["Breakout"], [101, 102], f"--value-coefficient 0.5 {FAST}"),

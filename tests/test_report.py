@@ -60,6 +60,7 @@ def made_up(tmp_path_factory):
     add(results, "spu", "Hopper-v4", 1, 142, 1000, 1442)  # 0.65
     add(results, "spu", "Hopper-v4", 2, 2400, 1842, first=2)  # 0.85; its first episode ended later
     add(results, "spu", "Walker2d-v4", 1, 663, 2663)  # 1; a shorter run
+    add(results, "spu_30_epochs", "Hopper-v4", 2, 1842, flags=" --max-epochs 30")
     for seed, score in enumerate((142, 1142, 1542, 18142), 1):  # 0, 0.5, 0.7, 9
         add(results, "reverse_kl", "Hopper-v4", seed, score)
     add(results, "no_kl_term", "Hopper-v4", 2, 1142)
@@ -133,8 +134,8 @@ def test_improvement_is_the_papers_metric_over_the_environments_that_both_have(m
 def test_ablation_compares_the_same_environments_and_seeds(made_up):
     rows, _ = table(made_up, "ablation")
     assert {row: list(cells.values()) for row, cells in rows.items()} == {
-        "full SPU": ["+70 %", "+70 %", "+27 %", "1", "1"],
-        "no KL term": ["+0 %", "+70 %", "+4 %", "1", "1"],
+        "full SPU": ["1842 (1)", "+70 %", "+70 %", "+27 %"],
+        "no KL term": ["1142 (1)", "+0 %", "+70 %", "+4 %"],
     }
 
 
@@ -172,7 +173,8 @@ def test_details_sensitivity_and_speed(made_up):
     rows, footnote = table(made_up, "speed")
     assert list(rows["Hopper-v4"].values()) == ["3300", "1000", "3.3 (3.0 to 5.0)", "900", "3.7 (3.4 to 6.0)", "410"]
     assert list(rows["Pong"].values()) == ["200", "100", "2.0 (2.0 to 2.0)", "—", "—", "700"]
-    assert "Hopper-v4 3" in footnote and "SPU takes 10 % longer than one of our PPO (+0 to +20 %)" in footnote
+    assert "Hopper-v4 3" in footnote and "takes 10 % longer than one of our PPO (+0 to +20 %)" in footnote
+    assert "SPU does 5000 steps/s, 5.0 times SB3 PPO's (5.0 to 5.0)" in footnote
 
 
 def test_atari_runs_have_a_row_each(made_up):
