@@ -14,9 +14,10 @@ from PIL import Image
 class Args:
     film: tyro.conf.Positional[str]  # an mp4
     gif: tyro.conf.Positional[str]  # what to write
-    start: float = 5.0  # seconds into the film
-    seconds: float = 5.0  # of the film
+    start: float = 2.0  # seconds into the film
+    seconds: float = 4.0  # of the film
     width: int = 240  # pixels
+    sky: float = 0.35  # the part of the picture, from the top, to leave out
 
 
 def main():
@@ -25,6 +26,7 @@ def main():
     fps = reader.get_meta_data()["fps"]
     first, last = round(args.start * fps), round((args.start + args.seconds) * fps)
     frames = [Image.fromarray(frame) for i, frame in enumerate(reader) if first <= i < last]
+    frames = [frame.crop((0, round(args.sky * frame.height), *frame.size)) for frame in frames]
     frames = [frame.resize((args.width, round(args.width * frame.height / frame.width))) for frame in frames]
     frames = [frame.quantize(64) for frame in frames]
     frames[0].save(args.gif, save_all=True, append_images=frames[1:], duration=1000 / fps, loop=0, optimize=True)
