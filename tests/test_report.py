@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT
 from PIL import Image
 
+import spu_continuous
 from benchmark import report
 
 # A score of 142 in Hopper is random and 2142 the published SPU: 0 and 1 when normalised. In Walker2d 663 and 2663.
@@ -175,6 +176,11 @@ def test_details_sensitivity_and_speed(made_up):
     assert list(rows["Pong"].values()) == ["200", "100", "2.0 (2.0 to 2.0)", "—", "—", "700"]
     assert "Hopper-v4 3" in footnote and "takes 10 % longer than one of our PPO (+0 to +20 %)" in footnote
     assert "SPU does 5000 steps/s, 5.0 times SB3 PPO's (5.0 to 5.0)" in footnote
+
+
+def test_the_defaults_of_the_details_table_are_the_scripts():
+    for flag, value in map(str.split, report.DEFAULTS):
+        assert getattr(spu_continuous.Args(), flag.removeprefix("--").replace("-", "_")) == float(value)
 
 
 def test_atari_runs_have_a_row_each(made_up):
