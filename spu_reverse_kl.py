@@ -2,13 +2,16 @@
 
 SPU (Vuong, Zhang and Ross, ICLR 2019) is PPO with another update. From the current policy pi_k, in two steps:
   1. Solve. Among ALL policies, not only those a network can express, maximise the expected advantage subject to
-     KL(pi_k || pi)[s] <= epsilon in every state s (so the proof; eq. (20) prints it the other way round). Theorem 2:
-         pi*(a|s) = pi_k(a|s) lambda / (lambda' - A(s,a))            (giving an action up would cost infinite KL)
-     A state is sampled only once, so one lambda and one lambda' serve the whole batch: see `solve_multipliers`.
+     a reverse KL(pi_k || pi)[s] <= epsilon in every state s (as in the proof; eq. (20) prints it the other way round).
+     By Theorem 2, with lambda' above every advantage, since giving an action up would cost an infinite KL:
+         pi*(a|s) = pi_k(a|s) lambda / (lambda' - A(s,a))
+     A state is sampled only once, so one lambda and one lambda' serve the whole batch: pi* sums to 1 and has the KL
+     epsilon on average over the batch, not in every state (`log_target_ratios`).
   2. Fit. KL(pi_theta || pi*) = KL(pi_theta || pi_k) - E_{a ~ pi_k}[ratio log(pi*/pi_k)], where
      ratio = pi_theta(a|s) / pi_k(a|s). The network is trained to lower it, by eq. (22) with the acceptance of eq. (18):
          mean_i [ grad KL(pi_theta || pi_k)[s_i] - log(pi*/pi_k)_i grad ratio_i ] 1{KL(pi_k || pi_theta)[s_i] <= accept}
-     until the mean of KL(pi_k || pi_theta) exceeds delta. accept and delta are to be below epsilon, the target's KL.
+     The epochs end after the first that leaves the mean of KL(pi_k || pi_theta) above delta. accept and delta are well
+     below epsilon: the network goes only a part of the way to pi*.
 
     python spu_reverse_kl.py --env-id HalfCheetah-v4                        # train; everything goes to runs/
     python spu_reverse_kl.py --env-id Hopper-v4 --track --capture-video     # with Weights & Biases and videos
@@ -50,10 +53,11 @@ class Args:
     seed: int = 1  # of the network, the action noise, the minibatches and (plus its index) each environment
     total_timesteps: int = 1_000_000  # environment steps to train for, in whole batches
     # The algorithm: epsilon of the paper's section 5.2, with acceptance and stopping as in section 5.1
-    epsilon: float = 0.1  # the constraint on the target: KL(pi_k || pi*) = epsilon
-    accept: float = 0.05  # a state whose KL(pi_k || pi_theta) exceeds this gives no gradient
-    delta: float = 0.04  # the epochs end when the mean of KL(pi_k || pi_theta) exceeds delta
-    max_epochs: int = 30  # most passes over the batch in an iteration
+    epsilon: float = 0.3  # the constraint on the target: KL(pi_k || pi*) = epsilon
+    max_advantage: float = 2.0  # larger normalised advantages count as this, so that none flattens the other targets
+    accept: float = 0.03  # a state whose KL(pi_k || pi_theta) exceeds this gives no policy gradient
+    delta: float = 0.02  # the epochs end when the mean of KL(pi_k || pi_theta) exceeds delta
+    max_epochs: int = 10  # most passes over the batch in an iteration
     # What SPU shares with PPO
     num_envs: int = 1  # environments, stepped in turn
     num_steps: int = 2048  # steps per environment in an iteration; a batch is num_envs x num_steps samples
@@ -62,10 +66,6 @@ class Args:
     anneal_lr: bool = True  # lower the step size linearly to 0 over the run
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation and of the TD(lambda) value targets
-    # The paper's ablations (table 1)
-    kl_term: bool = True  # keep grad KL(pi_theta || pi_k) in the gradient
-    dynamic_stopping: bool = True  # end the epochs when the mean KL exceeds delta; otherwise always max_epochs
-    per_state_acceptance: bool = True  # no gradient from a state whose KL exceeds accept
     # Where the paper's code and today's practice differ
     bootstrap_truncation: bool = True  # a time limit is not death: add the value of what it cut off (not in the paper)
     normalize_rewards: bool = False  # divide rewards by the std of the discounted return, then clip them at 10
@@ -94,7 +94,7 @@ def check(args):
     batch = args.num_envs * args.num_steps
     rules = [
         ("num_envs num_steps max_epochs checkpoint_every eval_episodes", lambda x: x >= 1, "at least 1"),
-        ("epsilon accept delta learning_rate", lambda x: 0 < x < math.inf, "a positive, finite number"),
+        ("epsilon max_advantage accept delta learning_rate", lambda x: 0 < x < math.inf, "a positive, finite number"),
         ("gamma gae_lambda", lambda x: 0 <= x <= 1, "between 0 and 1"),
         ("seed", lambda x: 0 <= x < 2**31, "between 0 and 2147483647"),
         ("minibatch_size", lambda x: 1 <= x <= batch, f"between 1 and the batch (num_envs x num_steps = {batch})"),
@@ -184,23 +184,23 @@ def gaussian_kl(mean, log_std, old_mean, old_log_std):
     return (0.5 * ((2 * log_ratio).exp() + shift**2 - 1) - log_ratio).sum(-1)
 
 
-def solve_multipliers(advantages, epsilon, weights=None):
-    """lambda and lambda' of Theorem 2: pi* sums to 1 and KL(pi_k || pi*) = epsilon. Bisection on log(lambda' - max A).
-    The advantages are all of A(s, .), with pi_k(.|s) as weights; or a sample of A under pi_k, the states pooled."""
-    low, high = -50.0, 50.0
-    for _ in range(100):
-        middle = (low + high) / 2
-        gaps = np.exp(middle) + (advantages.max() - advantages)  # lambda' - A
+def log_target_ratios(advantages, epsilon, max_advantage=np.inf, weights=None):
+    """log(pi*/pi_k) of Theorem 2, with the lambda and lambda' for which pi* sums to 1 and KL(pi_k || pi*) = epsilon:
+    from all of A(s, .), with pi_k(.|s) as weights, or from a sample of A under pi_k, the states pooled. lambda' lies
+    above the largest advantage, so that one outlier would flatten all other targets: hence max_advantage (ours)."""
+    advantages, low, high = advantages.clip(max=max_advantage), -50.0, 50.0
+    for _ in range(100):  # bisection on log(lambda' - max A)
+        gaps = np.exp((low + high) / 2) + (advantages.max() - advantages)  # lambda' - A
         one_over_lambda = np.average(1 / gaps, weights=weights)
         kl = np.average(np.log(gaps), weights=weights) + np.log(one_over_lambda)
-        low, high = (middle, high) if kl > epsilon else (low, middle)
-    return 1 / one_over_lambda, advantages.max() + np.exp(middle)
+        low, high = ((low + high) / 2, high) if kl > epsilon else (low, (low + high) / 2)
+    return -np.log(gaps * one_over_lambda)
 
 
-def spu_loss(kl, reverse_kl, ratio, log_targets, accept, kl_term=True):
+def spu_loss(kl, reverse_kl, ratio, log_targets, accept):
     """Its gradient is eq. (22), grad KL - log(pi*/pi_k) grad ratio, where KL(pi_k || pi_theta) <= accept."""
     accepted = (reverse_kl.detach() <= accept).float()  # the indicator, a constant for the gradient
-    return ((kl_term * kl - ratio * log_targets) * accepted).mean()
+    return ((kl - ratio * log_targets) * accepted).mean()
 
 
 def gae(rewards, values, next_values, dead, ended, gamma, gae_lambda):
@@ -219,8 +219,7 @@ def losses(params, agent, batch, old_log_std, args):
     mean, log_std, values = torch.func.functional_call(agent, params, (obs,))
     kl, reverse = gaussian_kl(mean, log_std, old_mean, old_log_std), gaussian_kl(old_mean, old_log_std, mean, log_std)
     ratio = (gaussian_log_prob(actions, mean, log_std) - gaussian_log_prob(actions, old_mean, old_log_std)).exp()
-    accept = args.accept if args.per_state_acceptance else math.inf
-    policy_loss = spu_loss(kl, reverse, ratio, log_targets, accept, args.kl_term)
+    policy_loss = spu_loss(kl, reverse, ratio, log_targets, args.accept)
     value_loss = ((values - value_targets) ** 2).mean()  # unweighted: the networks share no parameters
     return policy_loss + value_loss, (policy_loss, value_loss)
 
@@ -397,8 +396,8 @@ def main():
         advantages = gae(rewards, values, next_values, dead, ended, args.gamma, args.gae_lambda)
         value_targets = advantages + values  # TD(lambda) returns
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-        lam, lam_prime = solve_multipliers(advantages, args.epsilon)  # one pair for the batch, not one for each state
-        log_targets = np.log(lam / (lam_prime - advantages)) + args.epsilon  # log(pi*/pi_k); + epsilon makes its mean 0
+        log_targets = log_target_ratios(advantages, args.epsilon, args.max_advantage)
+        log_targets -= log_targets.mean()  # a baseline: less noise and, as E[grad ratio] = 0, the same mean gradient
         batch = (inputs, actions, log_targets, value_targets, old_mean)
         batch = [torch.as_tensor(x, dtype=torch.float32, device=device).flatten(0, 1) for x in batch]
         # ---- Fit: epochs over the batch in minibatches, until the mean KL exceeds delta (Algorithm 1)
@@ -411,7 +410,7 @@ def main():
                     update(params, adam, rate, agent, minibatch, old_log_std, args)
                 new_mean = torch.as_tensor(agent.actor(normalized=True)(batch[0].cpu().numpy()), device=device)
                 kl = gaussian_kl(batch[-1], old_log_std, new_mean, agent.log_std)  # reverse, in all states
-                if args.dynamic_stopping and kl.mean() > args.delta:
+                if kl.mean() > args.delta:
                     break
             _, (policy_loss, value_loss) = losses(params, agent, batch, old_log_std, args)
         if not math.isfinite(policy_loss + value_loss + kl.mean()):

@@ -75,9 +75,7 @@ def train(args):
             gym.register_envs(ale_py)
             envs = VecFrameStack(make_atari_env(f"{args.env_id}NoFrameskip-v4", n_envs=8, seed=args.seed), 4)
         else:
-            envs = DummyVecEnv(
-                [lambda: Monitor(gym.make(args.env_id))]
-            )  # Monitor keeps the true return of every episode
+            envs = DummyVecEnv([lambda: Monitor(gym.make(args.env_id))])  # Monitor keeps an episode's true return
     except Exception as error:
         refuse(f"{args.env_id} cannot be made: {' '.join(str(error).split())}")
     if not atari and len(envs.observation_space.shape or ()) != 1:

@@ -4,7 +4,8 @@
     python benchmark/report.py --check     # write nothing; exit code 1 if a table in a README is not the present one
 
 A README says where a table goes: what stands between `<!-- report: NAME -->` and `<!-- end of report -->` is replaced
-by it. The names are scores, improvement, ablation, iqm, steps_to_ppo, details, sensitivity, speed and atari.
+by it. The names are scores, improvement, ablation, iqm, steps_to_ppo, details, linf, reverse_kl, sensitivity, speed and
+atari.
 
 The score of a run is the mean return of its last 100 episodes. With means over seeds, the paper's improvement of X over
 Y in an environment is (X - random) / (Y - random) - 1; random is the uniform policy of results/random.csv.
@@ -27,7 +28,11 @@ import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- report: ", "<!-- end of report -->"
-DEFAULTS = {"--lam 1.3", "--epsilon 0.03", "--delta 0.02", "--max-epochs 10"}  # spu_continuous.py's, if a run says them
+DEFAULTS = {  # which a run may have spelled out
+    "spu_continuous": {"--lam 1.3", "--epsilon 0.03", "--delta 0.02", "--max-epochs 10"},
+    "spu_linf": {"--lam 1", "--epsilon 0.3", "--max-epochs 10"},
+    "spu_reverse_kl": {"--max-advantage 2", "--epsilon 0.3", "--accept 0.03", "--delta 0.02", "--max-epochs 10"},
+}
 ABLATION_BASELINE = "spu_30_epochs"  # full SPU, with as many epochs as the ablations: the paper's
 VECTORS = "sensitivity_"  # groups with one random vector of hyper-parameters each
 PAPER_ABLATION = {"no_kl_term": 4, "no_dynamic_stopping": 24, "no_per_state_acceptance": 9}  # % over TRPO; full SPU: 27
@@ -76,7 +81,7 @@ class Data:
     published: dict  # {environment: {column of published.csv: number}}
     options: dict  # {group: the options of its runs, but for environment and seed}
     speed: list  # the rows of speed.csv
-    tuning: dict  # {options that are not the default: {environment: {seed: score}}} of SPU on seeds from 101 on
+    tuning: dict  # {script: {options that are not the default: {environment: {seed: score}}}} on seeds from 101 on
 
     @property
     def scores(self):  # {group: {environment: {seed: score}}}
@@ -88,23 +93,23 @@ class Data:
 
 def load(results):
     """Everything in the folder, and the published numbers."""
-    data = Data({}, {}, {}, {}, read_rows(results / "speed.csv"), {})
+    data = Data({}, {}, {}, {}, read_rows(results / "speed.csv"), {script: {} for script in DEFAULTS})
 
-    def tuned(flags, env, seed, score):
-        flags = " ".join(sorted(set(re.findall(r"--\S+(?: (?!--)\S+)?", flags)) - DEFAULTS))
-        data.tuning.setdefault(flags, {}).setdefault(env, {})[int(seed)] = float(score)
+    def tuned(script, flags, env, seed, score):
+        flags = " ".join(sorted(set(re.findall(r"--\S+(?: (?!--)\S+)?", flags)) - DEFAULTS[script]))
+        data.tuning[script].setdefault(flags, {}).setdefault(env, {})[int(seed)] = float(score)
 
     for row in read_rows(results / "tuning.csv"):
-        if row["script"] == "spu_continuous":
-            tuned(row["flags"], row["env_id"], row["seed"], row["return_of_last_100_episodes"])
+        tuned(row["script"], row["flags"], row["env_id"], row["seed"], row["return_of_last_100_episodes"])
     for path in sorted(results.glob("*/*__*.csv")):
         lines, group, (env, seed) = path.read_text().splitlines(), path.parent.name, path.stem.rsplit("__", 1)
         if rows := [line.split(",") for line in lines if line[:1].isdigit()]:
             data.runs.setdefault(group, {}).setdefault(env, {})[int(seed)] = np.array(rows, float)
             script, _, options = re.sub(r" --(env-id|seed) \S+", "", lines[0]).partition(".py")
             data.options[group] = options.strip()
-            if int(seed) > 100 and script.endswith("spu_continuous"):
-                tuned(options, env, seed, rows[-1][1])
+            script = script.rpartition(" ")[2]  # after "# command: python"
+            if int(seed) > 100 and script in DEFAULTS:
+                tuned(script, options, env, seed, rows[-1][1])
     for row in read_rows(results / "random.csv"):
         if row["actions"] == RANDOM_ACTIONS:
             data.random[row["env_id"]] = float(row["mean"]), float(row["standard_error"])
@@ -247,8 +252,8 @@ def improvement_table(data):
     header = ["", *(f"{name(x)} over {name(y)}" for x, y in columns)]
     sentence = (
         "(X − random) / (Y − random) − 1 of means over seeds. In brackets the paper's, of 10 seeds; its averages "
+        "are of the same environments where it has them one by one, else of all ten."
     )
-    sentence += "are of the same environments where it has them one by one, else of all ten."
     return markdown(header, rows, sentence, data, dict.fromkeys(group for pair in columns for group in pair))
 
 
@@ -289,8 +294,8 @@ def iqm_table(data):
     header = ["", "interquartile mean", "95 % interval", "environments", "runs"]
     sentence = (
         "0 is the random policy, 1 the published SPU. No interval where an environment has one seed; with two it "
+        "is far too narrow. Compare only rows with the same environments."
     )
-    sentence += "is far too narrow. Compare only rows with the same environments."
     return markdown(header, rows, sentence, data, [*ALGORITHMS, ABLATION_BASELINE])
 
 
@@ -308,20 +313,23 @@ def steps_to_ppo_table(data):
     return markdown(["final score of", "", *map(name, groups)], rows, sentence, data, groups)
 
 
-def details_table(data):
-    """Every setting of SPU tried on the tuning seeds, against the default on the same environments and seeds."""
-    rows, default = [], data.tuning.get("", {})
-    envs = sorted({env for part in data.tuning.values() for env in part})
-    for flags, part in sorted(data.tuning.items()):
+def tuning_table(data, script):
+    """Every setting tried on the tuning seeds, against the default on the same environments, seeds and steps."""
+    rows, tuning = [], data.tuning[script]
+    envs = sorted({env for part in tuning.values() for env in part})
+    for flags, part in sorted(tuning.items(), key=lambda item: ("--total-timesteps" in item[0], item[0])):
         scores = [", ".join(number(score) for _, score in sorted(part.get(env, {}).items())) or "—" for env in envs]
-        pairs = shared(part, default) if flags else {}
+        length = "".join(re.findall(r"--total-timesteps \d+", flags))
+        default = tuning.get(length, {}) if flags != length else {}
+        pairs = shared(part, default)
         change = percent(improvement(pairs, shared(default, part), data.random).values())
         change += f" ({sum(map(len, pairs.values()))})" if pairs else ""
         rows.append([f"`{flags}`" if flags else "**the default**", *scores, change])
     sentence = (
-        "Mean return of the last 100 episodes after a million steps with tuning seeds 101 and 102, in this order. The "
+        "Mean return of the last 100 episodes, after a million steps if not said otherwise, with tuning seeds 101 and "
+        "102, in this order (one number: 101). The last column is the improvement over the default on the same "
+        "environments and seeds (number of runs)."
     )
-    sentence += "last column is the improvement over the default on the same environments and seeds (number of runs)."
     return markdown(["", *envs, "over the default"], rows, sentence)
 
 
@@ -340,8 +348,8 @@ def sensitivity_table(data):
     x = list(values.values())
     sentence = (
         f"{sum(v > 0 for v in x)} of {len(x)} beat TRPO; 75 % are better by at least {percent([x[len(x) // 4]])}, "
+        f"50 % by {percent([x[len(x) // 2]])}; in the paper all of 100 do, 75 % by +18 %, 50 % by +21 %."
     )
-    sentence += f"50 % by {percent([x[len(x) // 2]])}; in the paper all of 100 do, 75 % by +18 %, 50 % by +21 %."
     return markdown(["options", "over TRPO", "environments"], rows, sentence, data, [*values, "trpo"])
 
 
@@ -366,11 +374,11 @@ def speed_table(data):
             for who in ("sb3_ppo", "our_ppo", "spu_10_epochs")
         )
         times, longer = spu / sb3, 100 * (ppo / spu - 1)
-        note += f" With 10 epochs, its default, SPU does {np.median(spu):.0f} steps/s, {np.median(times):.1f} times SB3"
         note += (
-            f" PPO's ({min(times):.1f} to {max(times):.1f}), and an iteration takes {np.median(longer):.0f} % longer"
+            f" With 10 epochs, its default, SPU does {np.median(spu):.0f} steps/s, {np.median(times):.1f} times SB3 "
+            f"PPO's ({min(times):.1f} to {max(times):.1f}), and an iteration takes {np.median(longer):.0f} % longer "
+            f"than one of our PPO ({min(longer):+.0f} to {max(longer):+.0f} %)."
         )
-        note += f" than one of our PPO ({min(longer):+.0f} to {max(longer):+.0f} %)."
     return markdown(header, rows, note)
 
 
@@ -390,8 +398,10 @@ def atari_table(data):
 
 
 TABLES = {"scores": scores_table, "improvement": improvement_table, "ablation": ablation_table, "iqm": iqm_table}
-TABLES |= {"steps_to_ppo": steps_to_ppo_table, "details": details_table, "sensitivity": sensitivity_table}
-TABLES |= {"speed": speed_table, "atari": atari_table}
+TABLES |= {"steps_to_ppo": steps_to_ppo_table, "sensitivity": sensitivity_table}
+TABLES |= {"speed": speed_table, "atari": atari_table, "details": lambda data: tuning_table(data, "spu_continuous")}
+TABLES |= {"linf": lambda data: tuning_table(data, "spu_linf")}
+TABLES |= {"reverse_kl": lambda data: tuning_table(data, "spu_reverse_kl")}
 
 
 def fill(text, tables):
@@ -498,16 +508,12 @@ def main():
     if args.check:
         return
     print("\n\n".join(f"## {title}\n\n{table}" for title, table in tables.items()))
-    envs, pictures = (
-        {env for group in ALGORITHMS for env in data.runs.get(group, {})},
-        args.output / "benchmark/results",
-    )
-    for title, panels in (
-        ("learning_curves", sorted(envs)),
-        ("learning_curves_small", [e for e in SMALL if e in envs]),
-    ):
-        if panels:
-            draw_curves(data, panels, pictures / f"{title}.png")
+    envs = {env for group in ALGORITHMS for env in data.runs.get(group, {})}
+    pictures = args.output / "benchmark/results"
+    if envs:
+        draw_curves(data, sorted(envs), pictures / "learning_curves.png")
+    if small := [env for env in SMALL if env in envs]:
+        draw_curves(data, small, pictures / "learning_curves_small.png")
     if games := sorted({env for group in ATARI for env in data.runs.get(group, {})}):
         draw_curves(data, games, pictures / "learning_curves_atari.png", ATARI)
     if sensitivity(data):

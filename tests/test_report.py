@@ -1,5 +1,6 @@
 """The report: tables and pictures from a small made-up set of runs whose right answers are known by hand."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -9,7 +10,6 @@ import pytest
 from conftest import ROOT
 from PIL import Image
 
-import spu_continuous
 from benchmark import report
 
 # A score of 142 in Hopper is random and 2142 the published SPU: 0 and 1 when normalised. In Walker2d 663 and 2663.
@@ -21,7 +21,9 @@ SPEED = "env_id,round,spu_steps_per_second,sb3_ppo_steps_per_second,ratio,spu_me
 SPEED += "plain_ppo_steps_per_second,ratio_to_plain,our_ppo_steps_per_second,spu_10_epochs_steps_per_second\n"
 SPEED += "Pong,1,200,100,2,700,,,,\nHopper-v4,1,3000,1000,3,400,900,3.4,5500,5000\n"
 SPEED += "Hopper-v4,2,3300,1000,3.3,410,900,3.7,6000,5000\nHopper-v4,3,5000,1000,5,420,900,6,5000,5000\n"
-TUNING = "script,flags,env_id,seed,return_of_last_100_episodes\nspu_linf,,Hopper-v4,104,7\n"
+TUNING = "script,flags,env_id,seed,return_of_last_100_episodes\n"
+TUNING += "spu_linf,--probabilities --total-timesteps 300000,Hopper-v4,101,1142\n"
+TUNING += "spu_linf,--total-timesteps 300000,Hopper-v4,101,642\n"
 TUNING += "spu_continuous,--lam 1.3 --epsilon 0.03,Hopper-v4,102,2142\n"
 TUNING += "spu_continuous,--lam 1.3 --delta 0.025,Hopper-v4,102,1142\n"
 STEP = 204_800
@@ -71,6 +73,7 @@ def made_up(tmp_path_factory):
     add(results, "detail_clip_actions", "Hopper-v4", 101, 642, flags=" --lam 1.3 --clip-actions --delta 0.02")
     add(results, "detail_clip_actions", "Hopper-v4", 102, 1642, flags=" --clip-actions")
     add(results, "detail_clip_actions", "Hopper-v4", 103, 99999, flags=" --clip-actions")  # the default has no 103
+    add(results, "tune_linf", "Hopper-v4", 101, 9999, script="spu_linf")  # longer than those in TUNING
     (results / "tuning.csv").write_text(TUNING)
     add(results, "sensitivity_1", "Hopper-v4", 1, 1342, flags=" --delta 0.06 --lam 1.1")
     add(results, "sensitivity_2", "Hopper-v4", 1, 1042, flags=" --delta 0.05 --lam 1.2")
@@ -82,7 +85,7 @@ def made_up(tmp_path_factory):
     (results / "random.csv").write_text(RANDOM)
     (results / "speed.csv").write_text(SPEED)
     (folder / "README.md").write_text(markers("scores", "improvement"))
-    others = ("ablation", "iqm", "steps_to_ppo", "details", "sensitivity", "speed", "atari")
+    others = ("ablation", "iqm", "steps_to_ppo", "details", "linf", "sensitivity", "speed", "atari")
     (folder / "benchmark" / "README.md").write_text(markers(*others))
     run(folder)
     return folder
@@ -165,6 +168,12 @@ def test_details_sensitivity_and_speed(made_up):
         "`--clip-actions`": ["642, 1642, 99999", "-33 % (2)"],
         "`--delta 0.025`": ["1142", "-50 % (1)"],
     }
+    rows, _ = table(made_up, "linf")
+    assert {row: list(cells.values()) for row, cells in rows.items()} == {
+        "**the default**": ["9999", "—"],
+        "`--probabilities --total-timesteps 300000`": ["1142", "+100 % (1)"],
+        "`--total-timesteps 300000`": ["642", "—"],
+    }
     rows, footnote = table(made_up, "sensitivity")
     assert {row: cells["over TRPO"] for row, cells in rows.items()} == {
         "`--delta 0.05 --lam 1.2`": "-10 %",
@@ -178,9 +187,11 @@ def test_details_sensitivity_and_speed(made_up):
     assert "SPU does 5000 steps/s, 5.0 times SB3 PPO's (5.0 to 5.0)" in footnote
 
 
-def test_the_defaults_of_the_details_table_are_the_scripts():
-    for flag, value in map(str.split, report.DEFAULTS):
-        assert getattr(spu_continuous.Args(), flag.removeprefix("--").replace("-", "_")) == float(value)
+@pytest.mark.parametrize("script", report.DEFAULTS)
+def test_the_defaults_of_the_tuning_tables_are_the_scripts(script):
+    for flag, value in map(str.split, report.DEFAULTS[script]):
+        args = importlib.import_module(script).Args()
+        assert getattr(args, flag.removeprefix("--").replace("-", "_")) == float(value)
 
 
 def test_atari_runs_have_a_row_each(made_up):

@@ -32,7 +32,7 @@ INTENDED = {
 OWN = {  # and those that only one script has
     "spu_continuous": set(),
     "spu_linf": {"target_ratios", "solve_lambda"},
-    "spu_reverse_kl": {"solve_multipliers"},
+    "spu_reverse_kl": {"log_target_ratios"},
     "benchmark/ppo_continuous": {"ppo_loss"},
 }
 VARIANTS = [*(name for name in CONTINUOUS if name != "spu_continuous"), "benchmark/ppo_continuous"]

@@ -102,8 +102,7 @@ def test_theorem_1_has_problems_where_some_states_are_clipped_and_others_not():
 
 
 def theorem_2(pi_k, advantages, epsilon):
-    lam, lam_prime = spu_reverse_kl.solve_multipliers(advantages, epsilon, weights=pi_k)
-    return pi_k * lam / (lam_prime - advantages), lam, lam_prime
+    return pi_k * np.exp(spu_reverse_kl.log_target_ratios(advantages, epsilon, weights=pi_k))
 
 
 @pytest.mark.parametrize("epsilon", [0.01, 0.1, 0.5])
@@ -111,7 +110,7 @@ def theorem_2(pi_k, advantages, epsilon):
 def test_theorem_2_is_optimal_against_a_convex_solver(seed, epsilon):
     _, pi_k, advantages = random_problem(seed)
     for p, a in zip(pi_k, advantages):
-        target, lam, lam_prime = theorem_2(p, a, epsilon)
+        target = theorem_2(p, a, epsilon)
         pi = cvxpy.Variable(len(p))
         constraints = [
             cvxpy.sum(cvxpy.rel_entr(p, pi)) <= epsilon,
@@ -119,8 +118,11 @@ def test_theorem_2_is_optimal_against_a_convex_solver(seed, epsilon):
         ]  # KL(pi_k || pi), as in the proof
         best = cvxpy.Problem(cvxpy.Maximize(a @ pi), constraints).solve(solver="CLARABEL")
         assert a @ target == pytest.approx(best, abs=1e-5)
-        assert target.sum() == pytest.approx(1) and (target > 0).all() and lam > 0 and lam_prime > a.max()
+        assert target.sum() == pytest.approx(1) and (target > 0).all()
         assert kl(p, target) == pytest.approx(epsilon)  # binding
+        slope, intercept = np.polyfit(a, p / target, 1)  # pi_k / pi* = (lambda' - A) / lambda is linear in A
+        np.testing.assert_allclose(p / target, intercept + slope * a, rtol=1e-6)
+        assert slope < 0 and -intercept / slope > a.max()  # -1 / lambda, and lambda' above every advantage
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -128,7 +130,7 @@ def test_section_5_2_as_printed_is_a_different_problem(seed):
     """It prints KL(pi || pi_k) <= epsilon, whose solution is the exponential of Theorem 1 and not Theorem 2's."""
     _, pi_k, advantages = random_problem(seed)
     p, a, epsilon = pi_k[0], advantages[0], 0.2
-    target, _, _ = theorem_2(p, a, epsilon)
+    target = theorem_2(p, a, epsilon)
     best, solution = solve_forward(np.ones(1), p[None], a[None], 10.0, epsilon)
     lam = bisect(lambda x: kl(exponential(p, a, x), p) - epsilon, 1e-3, 1e6)
     np.testing.assert_allclose(solution[0], exponential(p, a, lam), atol=1e-3)
@@ -169,6 +171,32 @@ def test_the_lambda_of_theorem_3_is_one_over_twice_the_multiplier_of_its_proof(s
     delta = 0.3 * len(advantages) * epsilon**2
     multiplier = solve_linf(advantages, epsilon, delta)[2]
     assert spu_linf.solve_lambda(advantages, epsilon, delta) == pytest.approx(1 / (2 * multiplier), rel=1e-3)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_fitting_the_ratios_to_near_targets_is_a_natural_gradient_step(seed):
+    """Least squares on 1 + lambda A moves theta by lambda F^-1 g: what the policy cannot express is projected away."""
+    generator, lam = torch.Generator().manual_seed(seed), 1e-3
+    features, advantages = torch.randn(6, 2, generator=generator).double(), torch.randn(6, generator=generator).double()
+    theta_k = torch.randn(2, generator=generator).double()  # two parameters, six actions
+    pi_k = (features @ theta_k).softmax(0)
+    advantages -= pi_k @ advantages
+    scores = features - pi_k @ features  # grad log pi_k
+    fisher, gradient = scores.T @ (pi_k[:, None] * scores), scores.T @ (pi_k * advantages)
+    targets = torch.tensor(spu_linf.target_ratios(advantages.numpy(), lam, epsilon=1.0))
+    theta = theta_k.clone().requires_grad_()
+    optimizer = torch.optim.LBFGS([theta], max_iter=200, tolerance_grad=1e-14, tolerance_change=1e-16)
+
+    def squared_error():
+        optimizer.zero_grad()
+        loss = pi_k @ ((features @ theta).softmax(0) / pi_k - targets) ** 2
+        loss.backward()
+        return loss
+
+    optimizer.step(squared_error)
+    torch.testing.assert_close(
+        (theta.detach() - theta_k) / lam, torch.linalg.solve(fisher, gradient), rtol=0.01, atol=0
+    )
 
 
 # ---------------------------------------------------------------- the gradients, for tabular softmax policies
@@ -249,10 +277,9 @@ def backward_loss(d, pi_k, log_targets, theta, accept):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_eq_22_is_the_gradient_of_the_kl_to_theorem_2s_target_and_constants_do_not_matter(seed):
     d, pi_k, advantages, theta = tabular(seed)
-    solved = [theorem_2(p, a, 0.1) for p, a in zip(pi_k.numpy(), advantages.numpy())]
-    targets = torch.tensor(np.array([target for target, _, _ in solved]))
-    lam_primes = torch.tensor([lam_prime for _, _, lam_prime in solved])[:, None]
-    log_targets = -(lam_primes - advantages).log()  # without log lambda: eq. (22)
+    targets = [theorem_2(p, a, 0.1) for p, a in zip(pi_k.numpy(), advantages.numpy())]
+    targets = torch.tensor(np.array(targets))
+    log_targets = (targets / pi_k).log()  # eq. (22) has -log(lambda' - A), which differs by a constant
     backward = kl_of(pi_k, theta.softmax(-1)).detach()
     accept = backward.median().item()
     accepted = backward <= accept
@@ -266,29 +293,31 @@ def test_eq_22_is_the_gradient_of_the_kl_to_theorem_2s_target_and_constants_do_n
 def test_the_control_variate_lowers_the_variance_of_the_sampled_gradient():
     generator = torch.Generator().manual_seed(0)
     advantages = torch.randn(2048, generator=generator).double()  # normalised, as in a batch
-    _, lam_prime = spu_reverse_kl.solve_multipliers(advantages.numpy(), 0.1)
-    log_targets = -(lam_prime - advantages).log()
+    log_targets = torch.tensor(spu_reverse_kl.log_target_ratios(advantages.numpy(), 0.1))
+    log_targets -= math.log(4)  # as -log(lambda' - A) alone, with a lambda' of 4
     scores = torch.randn(2048, generator=generator).double()  # grad ratio at theta_k of a Gaussian's mean
     plain, centred = ((log_targets - c) * scores for c in (0.0, log_targets.mean()))
     assert centred.var() < 0.2 * plain.var()
 
 
-def test_an_outlier_gets_a_huge_target_ratio_but_a_small_share_of_the_gradient():
-    """Why spu_reverse_kl.py bounds nothing: the ratio enters through its logarithm. The price of an outlier is another:
-    it takes up the constraint, lambda' lies above it, and the targets of all the others become flatter."""
+def test_one_outlier_flattens_all_other_targets_unless_advantages_are_bounded():
+    """Why spu_reverse_kl.py has --max-advantage: lambda' lies above the largest advantage of the batch."""
     advantages = np.random.default_rng(0).normal(size=2048)
     spread = {}
-    for top in (advantages.max(), 10.0):
-        batch = np.append(np.delete(advantages, advantages.argmax()), top)
-        batch = (batch - batch.mean()) / batch.std()
-        lam, lam_prime = spu_reverse_kl.solve_multipliers(batch, 0.1)
-        log_targets = np.log(lam / (lam_prime - batch))
-        assert log_targets.mean() == pytest.approx(-0.1)  # KL(pi_k || pi*) = epsilon, so the script adds epsilon
-        log_targets += 0.1
-        assert np.abs(log_targets).max() / np.abs(log_targets).sum() < 0.05
-        spread[top] = log_targets[:-1].std()
-    assert lam / (lam_prime - batch.max()) > 100  # the outlier's target ratio
-    assert spread[10.0] < 0.5 * spread[advantages.max()]
+    for limit in (np.inf, 2.0):
+        for top in (advantages.max(), 10.0):
+            batch = np.append(np.delete(advantages, advantages.argmax()), top)
+            batch = (batch - batch.mean()) / batch.std()
+            log_targets = spu_reverse_kl.log_target_ratios(batch, 0.1, limit)
+            assert log_targets.mean() == pytest.approx(-0.1)  # KL(pi_k || pi*) = epsilon
+            assert np.exp(log_targets).mean() == pytest.approx(1)
+            spread[limit, top] = log_targets[:-1].std()
+        if limit < top:  # all that is larger counts as this
+            assert len(set(log_targets[batch >= limit])) == 1 and (log_targets[batch < limit] < log_targets[-1]).all()
+        else:
+            assert np.exp(log_targets[-1]) > 100
+    assert spread[np.inf, 10.0] < 0.5 * spread[np.inf, advantages.max()]
+    assert spread[2.0, 10.0] == pytest.approx(spread[2.0, advantages.max()], rel=0.05)
 
 
 # ---------------------------------------------------------------- Gaussians
@@ -395,7 +424,7 @@ def test_a_backward_kl_step_improves_a_small_mdp_within_its_constraint(seed):
     mdp = SmallMDP(seed)
     before, d, advantages = mdp.values(mdp.pi_k)
     epsilon = 0.03
-    targets = np.array([theorem_2(p, a, epsilon)[0] for p, a in zip(mdp.pi_k.numpy(), advantages.numpy())])
+    targets = np.array([theorem_2(p, a, epsilon) for p, a in zip(mdp.pi_k.numpy(), advantages.numpy())])
     log_targets = (torch.tensor(targets) / mdp.pi_k).log()
     pi = descend(
         mdp.pi_k.log(),

@@ -164,8 +164,7 @@ def forward_loss(kl, reverse_kl, ratio, third, old_log_prob, args):
 
 
 def backward_loss(kl, reverse_kl, ratio, third, old_log_prob, args):
-    accepted = reverse_kl.detach() <= args.accept if args.per_state_acceptance else 1.0
-    return ((kl if args.kl_term else 0) - ratio * third) * accepted
+    return (kl - ratio * third) * (reverse_kl.detach() <= args.accept)
 
 
 def squared_error(kl, reverse_kl, ratio, third, old_log_prob, args):
@@ -180,7 +179,7 @@ STEPS = [
     (spu_continuous, forward_loss, {"per_state_acceptance": False}),
     (spu_continuous, forward_loss, {"epsilon": 0.04}),
     (spu_reverse_kl, backward_loss, {"accept": 0.05}),
-    (spu_reverse_kl, backward_loss, {"kl_term": False, "per_state_acceptance": False}),
+    (spu_reverse_kl, backward_loss, {"accept": math.inf}),
     (spu_linf, squared_error, {}),
     (spu_linf, squared_error, {"probabilities": True}),
 ]
