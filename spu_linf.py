@@ -2,15 +2,16 @@
 
 SPU (Vuong, Zhang and Ross, ICLR 2019) is PPO with another update. From the current policy pi_k, in two steps:
   1. Solve. At the sampled actions, whose advantages A_i are normalised over the batch, maximise sum_i A_i r_i over the
-     ratios r_i = pi(a_i|s_i) / pi_k(a_i|s_i), subject to |r_i - 1| <= epsilon, as PPO's clipping wants it, and
+     ratios r_i = pi(a_i|s_i) / pi_k(a_i|s_i), subject to |r_i - 1| <= epsilon, the bound of PPO's clipping, and
      sum_i (r_i - 1)^2 <= delta. By Theorem 3:
          r*_i = clip(1 + lambda A_i, 1 - epsilon, 1 + epsilon)
      (lambda follows from delta, with --delta; by default, as in the paper, it is a hyper-parameter instead).
-  2. Fit. The network is trained on the batch to lower mean_i (r_i - r*_i)^2. PPO's clipped objective lets go of a ratio
-     past the clip; this one pulls it back. Both constraints are on the targets: only this loss and the number of epochs
-     keep the network itself near pi_k. The paper's error is in probabilities, pi_k^2 (r - r*)^2 (--probabilities).
-     Those are densities here, whose squares vary by orders of magnitude and all but vanish in many dimensions (1e-18 in
-     17, below Adam's eps): ratios are the default.
+  2. Fit. The network is trained on the batch to lower mean_i (r_i - r*_i)^2, which is the same as to raise
+         mean_i [ (r_i - 1) clip(lambda A_i, -epsilon, epsilon) - (r_i - 1)^2 / 2 ]
+     So advantages are clipped instead of ratios, and each ratio is pulled back, where PPO lets go of one past its clip.
+     Both constraints are on the targets: only that penalty, the step size and the epochs keep the network near pi_k.
+     The paper's error is in probabilities, pi_k^2 (r - r*)^2 (--probabilities). Those are densities here, whose squares
+     vary by orders of magnitude and all but vanish in many dimensions (1e-18 on average in 17, below Adam's eps).
 
     python spu_linf.py --env-id HalfCheetah-v4                        # train; everything goes to runs/
     python spu_linf.py --env-id Hopper-v4 --track --capture-video     # with Weights & Biases and videos
@@ -53,8 +54,8 @@ class Args:
     total_timesteps: int = 1_000_000  # environment steps to train for, in whole batches
     # The algorithm, in the symbols of the paper's section 5.3
     lam: float = 1.0  # lambda, the slope of the target ratio clip(1 + lambda A, 1 - epsilon, 1 + epsilon), A normalised
-    epsilon: float = 0.3  # how far the target ratio may be from 1
-    delta: float | None = None  # instead of --lam: solve for the lambda with which sum_i (r*_i - 1)^2 is this
+    epsilon: float = 1.0  # how far the target ratio may be from 1: with 1, the most, targets are between 0 and 2
+    delta: float | None = None  # instead of --lam: solve for the lambda with which sum_i (r*_i - 1)^2 is this (a sum!)
     max_epochs: int = 10  # passes over the batch in an iteration; nothing stops them early
     probabilities: bool = False  # the paper's squared error, in probabilities (here: densities) instead of ratios
     # What SPU shares with PPO
@@ -190,7 +191,7 @@ def target_ratios(advantages, lam, epsilon):
 
 
 def solve_lambda(advantages, epsilon, delta):
-    """The lambda with which sum_i (r*_i - 1)^2 = delta, by bisection, since the sum grows with lambda. Where delta is
+    """The lambda with which sum_i (r*_i - 1)^2 = delta, by bisection, as the sum cannot fall with lambda. If delta is
     more than the clips allow, no lambda reaches it, and the one returned has every A_i but 0 at its clip."""
     low, high = 0.0, epsilon / np.abs(advantages)[advantages != 0].min(initial=1.0)
     for _ in range(100):
@@ -218,12 +219,12 @@ def losses(params, agent, batch, old_log_std, args):
     ratio = (gaussian_log_prob(actions, mean, log_std) - old_log_prob).exp()
     weight = (2 * old_log_prob).exp() if args.probabilities else 1  # pi_k^2 (r - r*)^2 = (pi_theta - pi*)^2
     policy_loss = (weight * (ratio - targets) ** 2).mean()
-    value_loss = ((values - value_targets) ** 2).mean()  # unweighted: the networks share no parameters
+    value_loss = ((values - value_targets) ** 2).mean()  # unweighted: no parameter is shared. There is no entropy bonus
     return policy_loss + value_loss, (policy_loss, value_loss)
 
 
 def minibatch_step(params, adam, rate, agent, batch, old_log_std, args):
-    """Loss, gradient and Adam (betas 0.9 and 0.999, eps 1e-5) in one function, so that it compiles to one graph."""
+    """Loss, gradient (not clipped) and Adam (betas 0.9, 0.999, eps 1e-5) in one function, to compile to one graph."""
     gradient, _ = torch.func.grad(losses, has_aux=True)(params, agent, batch, old_log_std, args)
     t = adam["step"].add_(1)
     for name, g in gradient.items():
@@ -382,6 +383,7 @@ def main():
                     scalars = {"charts/episodic_return": last_returns[-1], "charts/episodic_length": episode_length[i]}
                     log(scalars, global_step + t * args.num_envs + i + 1)
         # ---- Advantages, and pi_k anew, under the normaliser with this batch in it: the fit begins at ratio 1 and KL 0
+        # (the actions were drawn under the normaliser before it, as in the paper's code: a difference that soon fades)
         if args.normalize_rewards:  # by the spread of the discounted return so far
             agent.return_moments = update_moments(agent.return_moments, torch.tensor(so_far, device=device).view(-1, 1))
             rewards[:] = (rewards / math.sqrt(agent.return_moments[1].item() + 1e-8)).clip(-10, 10)

@@ -220,12 +220,12 @@ def losses(params, agent, batch, old_log_std, args):
     kl, reverse = gaussian_kl(mean, log_std, old_mean, old_log_std), gaussian_kl(old_mean, old_log_std, mean, log_std)
     ratio = (gaussian_log_prob(actions, mean, log_std) - gaussian_log_prob(actions, old_mean, old_log_std)).exp()
     policy_loss = spu_loss(kl, reverse, ratio, log_targets, args.accept)
-    value_loss = ((values - value_targets) ** 2).mean()  # unweighted: the networks share no parameters
+    value_loss = ((values - value_targets) ** 2).mean()  # unweighted: no parameter is shared. There is no entropy bonus
     return policy_loss + value_loss, (policy_loss, value_loss)
 
 
 def minibatch_step(params, adam, rate, agent, batch, old_log_std, args):
-    """Loss, gradient and Adam (betas 0.9 and 0.999, eps 1e-5) in one function, so that it compiles to one graph."""
+    """Loss, gradient (not clipped) and Adam (betas 0.9, 0.999, eps 1e-5) in one function, to compile to one graph."""
     gradient, _ = torch.func.grad(losses, has_aux=True)(params, agent, batch, old_log_std, args)
     t = adam["step"].add_(1)
     for name, g in gradient.items():
@@ -384,6 +384,7 @@ def main():
                     scalars = {"charts/episodic_return": last_returns[-1], "charts/episodic_length": episode_length[i]}
                     log(scalars, global_step + t * args.num_envs + i + 1)
         # ---- Advantages, and pi_k anew, under the normaliser with this batch in it: the fit begins at ratio 1 and KL 0
+        # (the actions were drawn under the normaliser before it, as in the paper's code: a difference that soon fades)
         if args.normalize_rewards:  # by the spread of the discounted return so far
             agent.return_moments = update_moments(agent.return_moments, torch.tensor(so_far, device=device).view(-1, 1))
             rewards[:] = (rewards / math.sqrt(agent.return_moments[1].item() + 1e-8)).clip(-10, 10)

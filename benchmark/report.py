@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- report: ", "<!-- end of report -->"
 DEFAULTS = {  # which a run may have spelled out
     "spu_continuous": {"--lam 1.3", "--epsilon 0.03", "--delta 0.02", "--max-epochs 10"},
-    "spu_linf": {"--lam 1", "--epsilon 0.3", "--max-epochs 10"},
+    "spu_linf": {"--lam 1", "--epsilon 1", "--max-epochs 10"},
     "spu_reverse_kl": {"--max-advantage 2", "--epsilon 0.3", "--accept 0.03", "--delta 0.02", "--max-epochs 10"},
 }
 ABLATION_BASELINE = "spu_30_epochs"  # full SPU, with as many epochs as the ablations: the paper's

@@ -93,7 +93,7 @@ PLAN = {
     "tune_linf_wide": ("spu_linf", THREE, [1], "--lam 0.5 --epsilon 1 --max-epochs 30"),  # once the default
     "tune_linf_1_1": ("spu_linf", THREE, [101, 102], "--lam 1 --epsilon 1 --max-epochs 10"),
     "tune_linf_1_05": ("spu_linf", THREE, [101, 102], "--lam 1 --epsilon 0.5 --max-epochs 10"),
-    "tune_reverse_2_03": ("spu_reverse_kl", THREE, [101, 102], f"--max-advantage 2 --epsilon 0.3 {REVERSE}"),
+    "tune_reverse_2_03": ("spu_reverse_kl", THREE, [101], f"--max-advantage 2 --epsilon 0.3 {REVERSE}"),
     "tune_reverse_1000_03": ("spu_reverse_kl", THREE, [101], f"--max-advantage 1000 --epsilon 0.3 {REVERSE}"),
     "tune_linf_ratios": ("spu_linf", THREE, [101, 102], SHORT),
     "tune_linf_probabilities": ("spu_linf", THREE, [101, 102], f"{SHORT} --probabilities"),
