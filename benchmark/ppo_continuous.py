@@ -1,4 +1,4 @@
-"""Clipped PPO inside spu_continuous.py: the paper's controlled setting, in which only the update differs.
+"""Clipped PPO inside spu_continuous.py: a controlled comparison, in which only the update differs.
 
 PPO (Schulman et al., 2017) has no target policy. It raises mean_i min(ratio_i A_i, clip(ratio_i, 1 - c, 1 + c) A_i),
 ratio = pi_theta(a|s) / pi_k(a|s), over a fixed number of epochs: a sample whose ratio has left [1 - c, 1 + c] in the

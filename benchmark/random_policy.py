@@ -5,8 +5,9 @@
 Measured in two ways, 100 episodes each: with unit-Gaussian actions, not clipped, which is what an untrained policy with
 log-std 0 does, and with actions uniform over the action space. The paper does not say which it means, but its numbers
 do: where actions cost reward, its random scores are the uniform ones (Reacher -43.5, here -43.0 against -109; Ant -60,
-here -57 against -337; HalfCheetah -280, here -286 against -650), and its percentages there follow from no others. Only
-HumanoidStandup (38,800; here 33,429 against 37,224) is nearer to the Gaussian. So report.py uses uniform actions.
+here -57 against -337; HalfCheetah -280, here -286 against -650), and its percentages there follow from no others.
+HumanoidStandup (38,800; here 33,429 against 37,224), InvertedPendulum and Swimmer are nearer to the Gaussian. So
+report.py uses uniform actions.
 """
 
 import csv

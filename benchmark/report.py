@@ -58,7 +58,8 @@ COMPARISONS = [  # X, Y, the paper's percentage of each environment as a column 
     ("spu", "ppo", "spu_over_ppo_pct", 17),
     ("spu_paper", "trpo", "spu_over_trpo_pct", 27),
     ("spu_paper", "sb3_ppo", "spu_over_ppo_pct", 17),
-    ("sb3_ppo", "trpo", None, 9),
+    ("sb3_ppo", "trpo", "ppo_over_trpo_pct", 9),
+    ("ppo", "trpo", "ppo_over_trpo_pct", 9),
     ("linf", "trpo", None, 6),
     ("spu_3m", "trpo_3m", None, 28),
 ]
@@ -115,7 +116,8 @@ def load(results):
             data.random[row["env_id"]] = float(row["mean"]), float(row["standard_error"])
     for row in read_rows(Path(__file__).with_name("published.csv")):
         env = row.pop("env").replace("-v2", "-v4")  # the nearest there is today
-        data.published[env] = {column: float(value) for column, value in row.items()}
+        row = data.published[env] = {column: float(value) for column, value in row.items()}
+        row["ppo_over_trpo_pct"] = 100 * ((row["ppo"] - row["random"]) / (row["trpo"] - row["random"]) - 1)
     return data
 
 

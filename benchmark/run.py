@@ -103,7 +103,7 @@ for number, vector in enumerate(np.random.default_rng(0).random((8, 4)), 1):
     delta, epsilon, lam, epochs = np.array([0.05, 0.01, 1.0, 5]) + vector * [0.02, 0.06, 0.2, 26]
     flags = f"--delta {delta:.4f} --epsilon {epsilon:.4f} --lam {lam:.3f} --max-epochs {int(epochs)}"
     PLAN[f"sensitivity_{number}"] = ("spu_continuous", ["Hopper-v4", "Walker2d-v4"], [1], flags)
-# And an Atari experiment of its size, 60 games x 20 seeds x 10 million steps: about 1000 days of a core. Not run.
+# And an Atari experiment of its size, 60 games x 20 seeds x 10 million steps: about 1400 days of a core. Not run.
 PLAN["atari_paper"] = ("spu_atari", ATARI, list(range(1, 21)), "")
 
 
@@ -161,7 +161,8 @@ def keep(group, env, seed, run_dir, wall_time):
     counts = np.searchsorted([step for step, _ in episodes], iterations, "right")  # episodes finished by then
     summary = f"# seconds: {wall_time:.0f}, episodes: {len(returns)}"
     for tag in (tag for tag in ("spu/kl_mean", "spu/epochs_used") if tag in accumulator.Tags()["scalars"]):
-        summary += f", mean of {tag}: {np.mean([event.value for event in accumulator.Scalars(tag)]):.3g}"
+        values = [event.value for event in accumulator.Scalars(tag)]
+        summary += f", mean of {tag}: {np.mean(values):.3g}, median {np.median(values):.3g}, most {max(values):.3g}"
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "gymnasium", "mujoco", "numpy"))
     path = result(group, env, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
