@@ -36,8 +36,9 @@ def test_a_job_leaves_its_curve_and_is_not_run_again(runner, monkeypatch, tmp_pa
     assert [int(row["step"]) for row in rows] == [200, 400, 600, 800, 1000, 1200]
     scalars = events(run_dir(tmp_path / "work" / "small" / "Pendulum-v1__1"))
     returns = [value for _, value in scalars["charts/episodic_return"]]
-    kl = np.mean([value for _, value in scalars["spu/kl_mean"]])
-    assert lines[2].endswith(f", episodes: 6, mean of spu/kl_mean: {kl:.3g}, mean of spu/epochs_used: 1")
+    kl = np.array([value for _, value in scalars["spu/kl_mean"]])
+    moved = f"mean of spu/kl_mean: {kl.mean():.3g}, median {np.median(kl):.3g}, most {kl.max():.3g}"
+    assert lines[2].endswith(f", episodes: 6, {moved}, mean of spu/epochs_used: 1, median 1, most 1")
     np.testing.assert_allclose([float(row["return"]) for row in rows], np.cumsum(returns) / np.arange(1, 7), atol=0.01)
     main(runner, monkeypatch, "small", "--dry-run")
     assert capsys.readouterr().out == ""
