@@ -294,7 +294,8 @@ def test_the_control_variate_lowers_the_variance_of_the_sampled_gradient():
     generator = torch.Generator().manual_seed(0)
     advantages = torch.randn(2048, generator=generator).double()  # normalised, as in a batch
     log_targets = torch.tensor(spu_reverse_kl.log_target_ratios(advantages.numpy(), 0.1))
-    log_targets -= math.log(4)  # as -log(lambda' - A) alone, with a lambda' of 4
+    lam = -1 / np.polyfit(advantages, (-log_targets).exp(), 1)[0]  # pi_k / pi* = (lambda' - A) / lambda
+    log_targets -= math.log(lam)  # -log(lambda' - A), as eq. (22) has it
     scores = torch.randn(2048, generator=generator).double()  # grad ratio at theta_k of a Gaussian's mean
     plain, centred = ((log_targets - c) * scores for c in (0.0, log_targets.mean()))
     assert centred.var() < 0.2 * plain.var()
