@@ -44,7 +44,7 @@ ALGORITHMS = {  # group: (name, colour), in this order in tables and legends
     "sb3_ppo": ("SB3 PPO", "#8e63b0"),
     "ppo": ("our PPO", "#e0962b"),
     "spu": ("SPU", "#1b6ca8"),
-    "spu_paper": ("SPU with the paper's settings", "#6db3e0"),
+    "spu_paper": ("SPU, paper's settings", "#6db3e0"),
     "linf": ("L-infinity SPU", "#3c8d40"),
     "reverse_kl": ("reverse-KL SPU", "#c8553d"),
 }
@@ -227,14 +227,20 @@ def markdown(header, rows, sentence, data=None, groups=()):
 
 def scores_table(data):
     groups = [group for group in ALGORITHMS if group in data.runs]
-    columns = {name(group): {env: cell(seeds) for env, seeds in data.scores[group].items()} for group in groups}
+    columns = {}
+    for group in groups:
+        column = {env: cell(seeds) for env, seeds in data.scores[group].items()}
+        counts = {value.rpartition(" ")[2] for value in column.values()}
+        if len(counts) == 1:  # say it once, in the title: narrower
+            column = {env: value.rpartition(" ")[0] for env, value in column.items()}
+        columns[" ".join([name(group), *(counts if len(counts) == 1 else ())])] = column
     envs = sorted({env for column in columns.values() for env in column})
     random = {env: number(*pair) for env, pair in data.random.items()}
     published = {env: f"{row['spu']:g}" for env, row in data.published.items()}
     columns = list(({"random": random, PUBLISHED: published} | columns).items())
     columns.sort(key=lambda column: "SPU" in column[0])  # the peers, then all that is SPU
     rows = [[env, *(column.get(env, "—") for _, column in columns)] for env in envs]
-    sentence = "Mean return of the last 100 episodes ± standard error over seeds (number of seeds)."
+    sentence = "Mean return of the last 100 episodes ± standard error over seeds (their number)."
     return markdown(["", *(title for title, _ in columns)], rows, sentence, data, groups)
 
 
