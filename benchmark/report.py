@@ -156,11 +156,17 @@ def iqm(x):
     return np.sort(x)[..., cut : x.shape[-1] - cut].mean(-1)
 
 
-def interval(statistic, strata):
-    """95 % bootstrap interval; what is drawn again is the seeds (the first axis) within each stratum."""
-    generator = np.random.default_rng(0)
+def bootstrap(statistic, strata, generator):
+    """The statistic of 2000 resamples; what is drawn again is the seeds (the first axis) within each stratum."""
     draws = [x[generator.integers(len(x), size=(2000, len(x)))] for x in strata]
-    return np.percentile(statistic(np.concatenate(draws, axis=1)), [2.5, 97.5], axis=0)
+    return statistic(np.concatenate(draws, axis=1))
+
+
+def interval(statistic, strata, minus=()):
+    """95 % bootstrap interval of a statistic, or of its difference between two sets of runs."""
+    generator = np.random.default_rng(0)
+    draws = bootstrap(statistic, strata, generator)
+    return np.percentile(draws - bootstrap(statistic, minus, generator) if minus else draws, [2.5, 97.5], axis=0)
 
 
 def align(curves):
@@ -266,44 +272,44 @@ def improvement_table(data):
 
 
 def ablation_table(data):
-    """Every row on the runs (environment and seed) that both the ablation and full SPU have."""
-    scores, used, parts = data.scores, {}, {}
-    full, trpo = (scores.get(group, {}) for group in (ABLATION_BASELINE, "trpo"))
-    for group in PAPER_ABLATION:
-        part = shared(scores.get(group, {}), full)
-        if values := improvement(part, trpo, data.random):
-            parts[group] = {env: part[env] for env in values}
-            for env in values:
-                used.setdefault(env, {}).update(part[env])
-    parts = {"full SPU": shared(full, used)} | parts if parts else {}
+    """Every row on the same runs: the environments and seeds that full SPU and all of the ablations have."""
+    scores = data.scores
+    common = full = scores.get(ABLATION_BASELINE, {})
+    groups = [group for group in PAPER_ABLATION if shared(scores.get(group, {}), full)]
+    for group in groups:
+        common = shared(common, scores[group])
     rows = []
-    for group, part in parts.items():
-        gains = [improvement(x, trpo, data.random).values() for x in (part, shared(full, part))]
-        cells = [cell(part.get(env, {})) for env in sorted(used)]
-        rows.append([name(group), *cells, *map(percent, gains), f"{PAPER_ABLATION.get(group, 27):+d} %"])
-    header = ["", *sorted(used), "over TRPO", "full SPU on the same runs", "over TRPO in the paper"]
-    sentence = "Scores ± standard error over seeds (number of seeds), and (X − random) / (TRPO − random) − 1, on the "
-    sentence += "environments and seeds that both X and full SPU have. All with `--max-epochs 30`, as in the paper."
-    return markdown(header, rows, sentence, data, [ABLATION_BASELINE, *PAPER_ABLATION, "trpo"])
+    for group in [ABLATION_BASELINE, *groups] if groups else []:
+        part = shared(scores[group], common)
+        over_trpo = percent(improvement(part, scores.get("trpo", {}), data.random).values())
+        title = "full SPU" if group == ABLATION_BASELINE else name(group)
+        rows.append([title, *map(cell, part.values()), over_trpo, f"{PAPER_ABLATION.get(group, 27):+d} %"])
+    header = ["", *common, "over TRPO", "over TRPO in the paper"]
+    sentence = "Scores ± standard error over seeds (number of seeds), and (X − random) / (TRPO − random) − 1 averaged."
+    sentence += " All with `--max-epochs 30`, as in the paper."
+    return markdown(header, rows, sentence, data, [ABLATION_BASELINE, *groups, "trpo"])
 
 
 def iqm_table(data):
-    rows = []
+    rows, strata = [], {}
     for group in (group for group in [*ALGORITHMS, ABLATION_BASELINE] if group in data.runs):
-        strata = []
         for env, seeds in data.scores[group].items():
             if env in data.random and env in data.published:
                 zero, one = data.random[env][0], data.published[env]["spu"]
-                strata.append((np.array(list(seeds.values())) - zero) / (one - zero))
-        if strata:
-            runs, (low, high) = np.concatenate(strata), interval(iqm, strata)
-            bounds = f"{low:.2f} to {high:.2f}" if min(map(len, strata)) > 1 else "—"  # one seed has no spread
-            rows.append([name(group), f"{iqm(runs):.2f}", bounds, len(strata), len(runs)])
+                strata.setdefault(group, []).append((np.array(list(seeds.values())) - zero) / (one - zero))
+    for group, parts in strata.items():
+        runs, (low, high) = np.concatenate(parts), interval(iqm, parts)
+        bounds = f"{low:.2f} to {high:.2f}" if min(map(len, parts)) > 1 else "—"  # one seed has no spread
+        rows.append([name(group), f"{iqm(runs):.2f}", bounds, len(parts), len(runs)])
     header = ["", "interquartile mean", "95 % interval", "environments", "runs"]
     sentence = (
         "0 is the random policy, 1 the published SPU. No interval where an environment has one seed; with two it "
         "is far too narrow. Compare only rows with the same environments."
     )
+    if (spu := strata.get("spu")) and (ppo := strata.get("ppo")):
+        low, high = interval(iqm, spu, minus=ppo)
+        gap = iqm(np.concatenate(spu)) - iqm(np.concatenate(ppo))
+        sentence += f" SPU less our PPO: {gap:.2f} ({low:.2f} to {high:.2f})."
     return markdown(header, rows, sentence, data, [*ALGORITHMS, ABLATION_BASELINE])
 
 
