@@ -117,9 +117,9 @@ def make_env(args, seed, draw=False):
         if draw:
             if renderer := getattr(env.unwrapped, "mujoco_renderer", None):  # follow who would run out of the picture
                 renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
-            env.render()  # fails now, if at all, and not in the middle of the training
+            assert env.render() is not None, "it draws nothing"  # said now, and not in the middle of the training
     except Exception as error:
-        refuse(f"{args.env_id} cannot be {'drawn' if draw else 'made'}: {' '.join(str(error).split())}")
+        refuse(f"{args.env_id} cannot be {('made', 'drawn')[draw]}: {' '.join(str(error).split()) or repr(error)}")
     if not isinstance(env.action_space, gym.spaces.Box) or env.action_space.dtype.kind != "f":
         refuse(f"{args.env_id} has {env.action_space} actions: this script needs continuous ones, a Box of floats.")
     if not env.observation_space.is_np_flattenable:
@@ -252,11 +252,11 @@ def play(agent, args, episodes, video=None):
     if video:
         env = gym.wrappers.RecordVideo(env, str(video.parent), lambda episode: episode == 0, name_prefix=video.name)
     for episode in range(episodes):
-        (obs, _), ended, total = env.reset(seed=args.seed + episode), False, 0.0
-        while not ended:
+        (obs, _), ended, total, length = env.reset(seed=args.seed + episode), False, 0.0, 0
+        while not ended and length < 10_000:  # an environment need not have an end
             action = act(obs).astype(env.action_space.dtype).reshape(env.action_space.shape)
             obs, reward, terminated, truncated, _ = env.step(action)
-            ended, total = terminated or truncated, total + float(reward)
+            ended, total, length = terminated or truncated, total + float(reward), length + 1
         returns.append(total)
     env.close()
     film = f", filmed in {video}-episode-0.mp4" if video else ""
@@ -319,7 +319,8 @@ def main():
         adam = {name: tensor.to(device) for name, tensor in saved["adam"].items()}
         torch.set_rng_state(saved["torch_rng"])
         for env, state in zip(envs, saved["env_rng"]):
-            env.unwrapped.np_random.bit_generator.state = state
+            if state:  # none where an environment brings a generator of another kind
+                env.unwrapped.np_random.bit_generator.state = state
     else:
         run_dir = Path("runs") / f"{args.env_id}__{args.exp_name}__{args.seed}__{now}".replace("/", "-")
     writer = SummaryWriter(str(run_dir), purge_step=iteration * batch_size + 1 if saved else None)
@@ -358,7 +359,8 @@ def main():
             if finished:
                 save(data, run_dir / "agent.pt")
             data |= {"adam": adam, "iteration": iteration, "last_returns": last_returns}
-            data |= {"env_rng": [env.unwrapped.np_random.bit_generator.state for env in envs]}
+            bits = [getattr(env.unwrapped.np_random, "bit_generator", None) for env in envs]
+            data |= {"env_rng": [x.state if isinstance(x, np.random.PCG64) else None for x in bits]}
             save(data | {"torch_rng": torch.get_rng_state()}, run_dir / "checkpoint.pt")
         if leaving:
             break

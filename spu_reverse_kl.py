@@ -5,13 +5,11 @@ SPU (Vuong, Zhang and Ross, ICLR 2019) is PPO with another update. From the curr
      a reverse KL(pi_k || pi)[s] <= epsilon in every state s (as in the proof; eq. (20) prints it the other way round).
      By Theorem 2, with lambda' above every advantage, since giving an action up would cost an infinite KL:
          pi*(a|s) = pi_k(a|s) lambda / (lambda' - A(s,a))
-     A state is sampled only once, so one lambda and one lambda' serve the whole batch: pi* sums to 1 and has the KL
-     epsilon on average over the batch, not in every state (`log_target_ratios`).
+     A state is sampled only once, so one lambda and one lambda' serve the batch: epsilon holds on average over it only.
   2. Fit. KL(pi_theta || pi*) = KL(pi_theta || pi_k) - E_{a ~ pi_k}[ratio log(pi*/pi_k)], where
      ratio = pi_theta(a|s) / pi_k(a|s). The network is trained to lower it, by eq. (22) with the acceptance of eq. (18):
          mean_i [ grad KL(pi_theta || pi_k)[s_i] - log(pi*/pi_k)_i grad ratio_i ] 1{KL(pi_k || pi_theta)[s_i] <= accept}
-     The epochs end after the first that leaves the mean of KL(pi_k || pi_theta) above delta. accept and delta are well
-     below epsilon: the network goes only a part of the way to pi*.
+     The epochs end once the mean of KL(pi_k || pi_theta) exceeds delta; accept and delta keep it far from pi*.
 
     python spu_reverse_kl.py --env-id HalfCheetah-v4                        # train; everything goes to runs/
     python spu_reverse_kl.py --env-id Hopper-v4 --track --capture-video     # with Weights & Biases and videos
@@ -116,9 +114,9 @@ def make_env(args, seed, draw=False):
         if draw:
             if renderer := getattr(env.unwrapped, "mujoco_renderer", None):  # follow who would run out of the picture
                 renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
-            env.render()  # fails now, if at all, and not in the middle of the training
+            assert env.render() is not None, "it draws nothing"  # said now, and not in the middle of the training
     except Exception as error:
-        refuse(f"{args.env_id} cannot be {'drawn' if draw else 'made'}: {' '.join(str(error).split())}")
+        refuse(f"{args.env_id} cannot be {('made', 'drawn')[draw]}: {' '.join(str(error).split()) or repr(error)}")
     if not isinstance(env.action_space, gym.spaces.Box) or env.action_space.dtype.kind != "f":
         refuse(f"{args.env_id} has {env.action_space} actions: this script needs continuous ones, a Box of floats.")
     if not env.observation_space.is_np_flattenable:
@@ -185,9 +183,9 @@ def gaussian_kl(mean, log_std, old_mean, old_log_std):
 
 
 def log_target_ratios(advantages, epsilon, max_advantage=np.inf, weights=None):
-    """log(pi*/pi_k) of Theorem 2, with the lambda and lambda' for which pi* sums to 1 and KL(pi_k || pi*) = epsilon:
-    from all of A(s, .), with pi_k(.|s) as weights, or from a sample of A under pi_k, the states pooled. lambda' lies
-    above the largest advantage, so that one outlier would flatten all other targets: hence max_advantage (ours)."""
+    """log(pi*/pi_k) of Theorem 2, with the lambda and lambda' for which pi* sums to 1 and KL(pi_k || pi*) = epsilon,
+    from a sample of A under pi_k, states pooled (or all of A(s, .), with pi_k as weights). lambda' lies above the
+    largest A, so that one outlier would flatten all other targets: hence max_advantage (ours)."""
     advantages, low, high = advantages.clip(max=max_advantage), -50.0, 50.0
     for _ in range(100):  # bisection on log(lambda' - max A)
         gaps = np.exp((low + high) / 2) + (advantages.max() - advantages)  # lambda' - A
@@ -253,11 +251,11 @@ def play(agent, args, episodes, video=None):
     if video:
         env = gym.wrappers.RecordVideo(env, str(video.parent), lambda episode: episode == 0, name_prefix=video.name)
     for episode in range(episodes):
-        (obs, _), ended, total = env.reset(seed=args.seed + episode), False, 0.0
-        while not ended:
+        (obs, _), ended, total, length = env.reset(seed=args.seed + episode), False, 0.0, 0
+        while not ended and length < 10_000:  # an environment need not have an end
             action = act(obs).astype(env.action_space.dtype).reshape(env.action_space.shape)
             obs, reward, terminated, truncated, _ = env.step(action)
-            ended, total = terminated or truncated, total + float(reward)
+            ended, total, length = terminated or truncated, total + float(reward), length + 1
         returns.append(total)
     env.close()
     film = f", filmed in {video}-episode-0.mp4" if video else ""
@@ -320,7 +318,8 @@ def main():
         adam = {name: tensor.to(device) for name, tensor in saved["adam"].items()}
         torch.set_rng_state(saved["torch_rng"])
         for env, state in zip(envs, saved["env_rng"]):
-            env.unwrapped.np_random.bit_generator.state = state
+            if state:  # none where an environment brings a generator of another kind
+                env.unwrapped.np_random.bit_generator.state = state
     else:
         run_dir = Path("runs") / f"{args.env_id}__{args.exp_name}__{args.seed}__{now}".replace("/", "-")
     writer = SummaryWriter(str(run_dir), purge_step=iteration * batch_size + 1 if saved else None)
@@ -359,7 +358,8 @@ def main():
             if finished:
                 save(data, run_dir / "agent.pt")
             data |= {"adam": adam, "iteration": iteration, "last_returns": last_returns}
-            data |= {"env_rng": [env.unwrapped.np_random.bit_generator.state for env in envs]}
+            bits = [getattr(env.unwrapped.np_random, "bit_generator", None) for env in envs]
+            data |= {"env_rng": [x.state if isinstance(x, np.random.PCG64) else None for x in bits]}
             save(data | {"torch_rng": torch.get_rng_state()}, run_dir / "checkpoint.pt")
         if leaving:
             break

@@ -40,6 +40,10 @@ def test_unknown_environment_suggests_a_near_one(refused):
     assert "nothing_like_this" in refused("--env-id", "nothing_like_this:Env-v0")
 
 
+def test_an_environment_that_fails_without_a_word(refused):
+    assert "cannot be made: AssertionError()" in refused("--env-id", "toy_envs:Silent-v0")
+
+
 def test_discrete_actions(refused):
     assert "Discrete(2)" in refused("--env-id", "CartPole-v1")
 
@@ -124,6 +128,7 @@ def test_cuda_without_a_gpu(refused):
 
 def test_video_of_what_cannot_be_drawn(refused):
     assert "cannot be drawn" in refused("--env-id", "toy_envs:Constant-v0", "--capture-video")
+    assert "cannot be drawn: it draws nothing" in refused("--env-id", "toy_envs:Blank-v0", "--capture-video")
 
 
 @pytest.mark.parametrize("options", [["--env-id", "Nothing-v0"], ["--lam", "0"], ["--resume", "nowhere"], DRAW])

@@ -249,6 +249,20 @@ def test_dictionaries_to_see_and_matrices_to_do(tmp_path, env_id, options):
     assert agent_of(run_dir(tmp_path))["policy.0.weight"].shape == (64, 4 + 3 + 3)
 
 
+def test_an_environment_without_an_end(tmp_path):
+    options = ["--num-steps", 100, "--total-timesteps", 200, "--max-epochs", 1, "--no-compile", "--eval-episodes", 2]
+    done = run("spu_continuous", "--env-id", "toy_envs:Endless-v0", *options, cwd=tmp_path)
+    assert "return 10000.0 ± 0.0 over 2 episodes" in done.stdout  # cut off after 10,000 steps
+
+
+@pytest.mark.parametrize("env_id", ["RandomState-v0", "Mersenne-v0"])
+def test_an_environment_with_a_generator_of_its_own_can_be_resumed(tmp_path, env_id):
+    options = ["--num-steps", 100, "--total-timesteps", 200, "--max-epochs", 1, *QUICK]
+    run("spu_continuous", "--env-id", f"toy_envs:{env_id}", *options, cwd=tmp_path)
+    run("spu_continuous", "--resume", run_dir(tmp_path), "--total-timesteps", 400, cwd=tmp_path)
+    assert len(values(run_dir(tmp_path), "charts/SPS")) == 4
+
+
 @pytest.mark.parametrize("what", ["nan", "inf", "reward", "overflow"])
 def test_nan_or_infinity_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, what):
     script = "spu_continuous"

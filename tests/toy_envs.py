@@ -65,7 +65,43 @@ class Graphs(Constant):
     observation_space = Graph(Box(-1, 1, (1,)), Discrete(2))
 
 
+class OtherGenerator(Constant):
+    """Draws from a generator that is not gymnasium's own: an old RandomState, or a new one with another algorithm."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def reset(self, seed=None, options=None):
+        self._np_random = self.make(seed) if seed is not None else self._np_random
+        return self._np_random.uniform(-1, 1, 1).astype(np.float32), {}
+
+
+class Blank(Constant):
+    """Draws nothing, though it says that it can."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 30}
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def render(self):
+        return None
+
+
+class Silent(Constant):
+    """Fails without a word."""
+
+    def reset(self, seed=None, options=None):
+        raise AssertionError
+
+
 gym.register("Constant-v0", Constant, max_episode_steps=5)
+gym.register("Endless-v0", Constant)
+gym.register("RandomState-v0", OtherGenerator, max_episode_steps=5, kwargs={"make": np.random.RandomState})
+mersenne = {"make": lambda seed: np.random.Generator(np.random.MT19937(seed))}
+gym.register("Mersenne-v0", OtherGenerator, max_episode_steps=5, kwargs=mersenne)
+gym.register("Blank-v0", Blank)
+gym.register("Silent-v0", Silent)
 gym.register("Odd-v0", Odd)
 gym.register("Strict-v0", Odd, kwargs={"strict": True})
 gym.register("Graphs-v0", Graphs)
