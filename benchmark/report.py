@@ -44,7 +44,7 @@ ALGORITHMS = {  # group: (name, colour), in this order in tables and legends
     "sb3_ppo": ("SB3 PPO", "#8e63b0"),
     "ppo": ("our PPO", "#e0962b"),
     "spu": ("SPU", "#1b6ca8"),
-    "spu_paper": ("SPU, paper's settings", "#6db3e0"),
+    "spu_paper": ("paper-settings SPU", "#6db3e0"),
     "linf": ("L-infinity SPU", "#3c8d40"),
     "reverse_kl": ("reverse-KL SPU", "#c8553d"),
 }
@@ -355,16 +355,19 @@ def sensitivity(data):
 
 
 def sensitivity_table(data):
-    values = sensitivity(data)
-    rows = [[f"`{data.options[g]}`", percent([value]), ", ".join(data.runs[g])] for g, value in values.items()]
+    values, rows = sensitivity(data), []
+    envs = sorted({env for group in values for env in data.runs[group]})
+    for group, value in values.items():
+        scores = [cell(data.scores[group].get(env, {})) for env in envs]
+        rows.append([f"`{data.options[group]}`", *scores, percent([value])])
     if not rows:
         return markdown([], [], "")
     x = list(values.values())
     sentence = (
-        f"{sum(v > 0 for v in x)} of {len(x)} beat TRPO; 75 % are better by at least {percent([x[len(x) // 4]])}, "
-        f"50 % by {percent([x[len(x) // 2]])}; in the paper all of 100 do, 75 % by +18 %, 50 % by +21 %."
+        f"{sum(v > 0 for v in x)} of {len(x)} beat TRPO; 75 % reach at least {percent([x[len(x) // 4]])}, "
+        f"50 % at least {percent([x[len(x) // 2]])}. In the paper all of 100 do, 75 % by +18 %, 50 % by +21 %."
     )
-    return markdown(["options", "over TRPO", "environments"], rows, sentence, data, [*values, "trpo"])
+    return markdown(["options", *envs, "over TRPO"], rows, sentence, data, [*values, "trpo"])
 
 
 def speed_table(data):

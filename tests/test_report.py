@@ -181,11 +181,11 @@ def test_details_sensitivity_and_speed(made_up):
         "`--total-timesteps 300000`": ["642", "—"],
     }
     rows, footnote = table(made_up, "sensitivity")
-    assert {row: cells["over TRPO"] for row, cells in rows.items()} == {
-        "`--delta 0.05 --lam 1.2`": "-10 %",
-        "`--delta 0.06 --lam 1.1`": "+20 %",
+    assert rows == {
+        "`--delta 0.05 --lam 1.2`": {"Hopper-v4": "1042 (1)", "over TRPO": "-10 %"},
+        "`--delta 0.06 --lam 1.1`": {"Hopper-v4": "1342 (1)", "over TRPO": "+20 %"},
     }
-    assert footnote.startswith("1 of 2 beat TRPO; 75 % are better by at least -10 %, 50 % by +20 %")
+    assert footnote.startswith("1 of 2 beat TRPO; 75 % reach at least -10 %, 50 % at least +20 %.")
     rows, footnote = table(made_up, "speed")
     assert list(rows["Hopper-v4"].values()) == ["3300", "1000", "3.3 (3.0 to 5.0)", "900", "3.7 (3.4 to 6.0)", "410"]
     assert list(rows["Pong"].values()) == ["200", "100", "2.0 (2.0 to 2.0)", "—", "—", "700"]
