@@ -37,7 +37,8 @@ ABLATION_BASELINE = "spu_30_epochs"  # full SPU, with as many epochs as the abla
 VECTORS = "sensitivity_"  # groups with one random vector of hyper-parameters each
 PAPER_ABLATION = {"no_kl_term": 4, "no_dynamic_stopping": 24, "no_per_state_acceptance": 9}  # % over TRPO; full SPU: 27
 PUBLISHED = "SPU as published"
-SMALL = ["HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Swimmer-v4"]  # the panels of the front page
+SMALL = ["HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Swimmer-v4"]  # the panels of the front page,
+FRONT = ["trpo", "sb3_ppo", "ppo", "spu"]  # and its curves
 RANDOM_ACTIONS = "uniform"  # the rows of random.csv that count as the random policy; random_policy.py says why
 ALGORITHMS = {  # group: (name, colour), in this order in tables and legends
     "trpo": ("TRPO", "#8a8a8a"),
@@ -263,7 +264,7 @@ def improvement_table(data):
     cells, averages, counts = zip(*columns.values()) if columns else ((), (), ())
     rows = [[env, *(column.get(env, "—") for column in cells)] for env in sorted(set().union(*cells))]
     rows += [["**average**", *averages], ["environments", *counts]] if columns else []
-    header = ["", *(f"{name(x)} over {name(y)}" for x, y in columns)]
+    header = ["", *(f"{name(x).removesuffix(' at 3M steps')} over {name(y)}" for x, y in columns)]
     sentence = (
         "(X − random) / (Y − random) − 1 of means over seeds. In brackets the paper's, of 10 seeds; its averages "
         "are of the same environments where it has them one by one, else of all ten."
@@ -473,7 +474,7 @@ def draw_curves(data, envs, path, algorithms=ALGORITHMS):
     titles = [title for title in [*(title for title, _ in algorithms.values()), PUBLISHED] if title in handles]
     legend = {"handles": [handles[title] for title in titles], "labels": titles, "frameon": False, "fontsize": 9}
     if full:
-        figure.legend(loc="outside lower center", ncols=4, **legend)
+        figure.legend(loc="outside lower center", ncols=len(titles) if len(titles) < 6 else 4, **legend)
     else:
         axes.flat[-1].legend(loc="center right", **legend)
     figure.supylabel("return of the last 100 episodes", fontsize=9)
@@ -530,7 +531,8 @@ def main():
     if envs:
         draw_curves(data, sorted(envs), pictures / "learning_curves.png")
     if small := [env for env in SMALL if env in envs]:
-        draw_curves(data, small, pictures / "learning_curves_small.png")
+        front = {group: ALGORITHMS[group] for group in FRONT}
+        draw_curves(data, small, pictures / "learning_curves_small.png", front)
     if games := sorted({env for group in ATARI for env in data.runs.get(group, {})}):
         draw_curves(data, games, pictures / "learning_curves_atari.png", ATARI)
     if sensitivity(data):

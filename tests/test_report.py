@@ -122,7 +122,7 @@ def test_scores_are_means_with_standard_errors_and_seeds(made_up):
 def test_improvement_is_the_papers_metric_over_the_environments_that_both_have(made_up):
     rows, _ = table(made_up, "improvement")
     columns = ["SPU over TRPO", "SPU over SB3 PPO", "SPU over our PPO", "SB3 PPO over TRPO"]
-    columns += ["our PPO over TRPO", "SPU at 3M steps over TRPO at 3M steps"]
+    columns += ["our PPO over TRPO", "SPU over TRPO at 3M steps"]
     assert {row: list(cells.values()) for row, cells in rows.items()} == {
         "Hopper-v4": ["+50 % (+6)", "+0 % (+13)", "-25 % (+13)", "+50 % (-5)", "+100 % (-5)", "+100 %"],
         "Walker2d-v4": ["+100 % (+17)", "—", "—", "—", "—", "—"],
