@@ -9,7 +9,7 @@ SPU (Vuong, Zhang and Ross, ICLR 2019) is PPO with another update. From the curr
   2. Fit. KL(pi_theta || pi*) = KL(pi_theta || pi_k) - E_{a ~ pi_k}[ratio log(pi*/pi_k)], where
      ratio = pi_theta(a|s) / pi_k(a|s). The network is trained to lower it, by eq. (22) with the acceptance of eq. (18):
          mean_i [ grad KL(pi_theta || pi_k)[s_i] - log(pi*/pi_k)_i grad ratio_i ] 1{KL(pi_k || pi_theta)[s_i] <= accept}
-     The epochs end once the mean of KL(pi_k || pi_theta) exceeds delta; accept and delta keep it far from pi*.
+     The epochs end once the mean of KL(pi_k || pi_theta) exceeds delta; accept and delta keep pi_theta far from pi*.
 
     python spu_reverse_kl.py --env-id HalfCheetah-v4                        # train; everything goes to runs/
     python spu_reverse_kl.py --env-id Hopper-v4 --track --capture-video     # with Weights & Biases and videos
