@@ -4,8 +4,8 @@
     python benchmark/report.py --check     # write nothing; exit code 1 if a table in a README is not the present one
 
 A README says where a table goes: what stands between `<!-- report: NAME -->` and `<!-- end of report -->` is replaced
-by it. The names are scores, improvement, ablation, iqm, steps_to_ppo, details, linf, reverse_kl, sensitivity, speed and
-atari.
+by it. The names are scores, averages, improvement, moved, ablation, iqm, steps_to_ppo, details, linf, reverse_kl,
+sensitivity, speed and atari.
 
 The score of a run is the mean return of its last 100 episodes. With means over seeds, the paper's improvement of X over
 Y in an environment is (X - random) / (Y - random) - 1; random is the uniform policy of results/random.csv.
@@ -37,7 +37,8 @@ ABLATION_BASELINE = "spu_30_epochs"  # full SPU, with as many epochs as the abla
 VECTORS = "sensitivity_"  # groups with one random vector of hyper-parameters each
 PAPER_ABLATION = {"no_kl_term": 4, "no_dynamic_stopping": 24, "no_per_state_acceptance": 9}  # % over TRPO; full SPU: 27
 PUBLISHED = "SPU as published"
-SMALL = ["HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Swimmer-v4"]  # the panels of the front page,
+TUNED = ["HalfCheetah-v4", "Hopper-v4", "Swimmer-v4", "Walker2d-v4"]  # where SPU's trust region was chosen
+SMALL = ["Ant-v4", "HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"]  # the panels of the front page,
 FRONT = ["trpo", "sb3_ppo", "ppo", "spu"]  # and its curves
 RANDOM_ACTIONS = "uniform"  # the rows of random.csv that count as the random policy; random_policy.py says why
 ALGORITHMS = {  # group: (name, colour), in this order in tables and legends
@@ -45,9 +46,9 @@ ALGORITHMS = {  # group: (name, colour), in this order in tables and legends
     "sb3_ppo": ("SB3 PPO", "#8e63b0"),
     "ppo": ("our PPO", "#e0962b"),
     "spu": ("SPU", "#1b6ca8"),
-    "spu_paper": ("paper-settings SPU", "#6db3e0"),
     "linf": ("L-infinity SPU", "#3c8d40"),
     "reverse_kl": ("reverse-KL SPU", "#c8553d"),
+    "spu_paper": ("paper-settings SPU", "#6db3e0"),
 }
 ATARI = {"atari_ppo": ALGORITHMS["sb3_ppo"], "atari": ALGORITHMS["spu"]}  # drawn by themselves
 OTHERS = {"spu_3m": "SPU at 3M steps", "trpo_3m": "TRPO at 3M steps"}
@@ -62,6 +63,7 @@ COMPARISONS = [  # X, Y, the paper's percentage of each environment as a column 
     ("sb3_ppo", "trpo", "ppo_over_trpo_pct", 9),
     ("ppo", "trpo", "ppo_over_trpo_pct", 9),
     ("linf", "trpo", None, 6),
+    ("reverse_kl", "trpo", None, None),
     ("spu_3m", "trpo_3m", None, 28),
 ]
 
@@ -79,7 +81,8 @@ class Args:
 @dataclass
 class Data:
     runs: dict  # {group: {environment: {seed: curve}}}, a curve being rows (step, mean return of the last 100 episodes)
-    random: dict  # {environment: (mean, standard error)} of the random policy
+    moved: dict  # {group: {environment: {seed: (mean KL of an iteration, mean number of epochs)}}}, where it was kept
+    random: dict  # {environment: mean} of the random policy
     published: dict  # {environment: {column of published.csv: number}}
     options: dict  # {group: the options of its runs, but for environment and seed}
     speed: list  # the rows of speed.csv
@@ -95,7 +98,7 @@ class Data:
 
 def load(results):
     """Everything in the folder, and the published numbers."""
-    data = Data({}, {}, {}, {}, read_rows(results / "speed.csv"), {script: {} for script in DEFAULTS})
+    data = Data({}, {}, {}, {}, {}, read_rows(results / "speed.csv"), {script: {} for script in DEFAULTS})
 
     def tuned(script, flags, env, seed, score):
         flags = " ".join(sorted(set(re.findall(r"--\S+(?: (?!--)\S+)?", flags)) - DEFAULTS[script]))
@@ -109,12 +112,14 @@ def load(results):
             data.runs.setdefault(group, {}).setdefault(env, {})[int(seed)] = np.array(rows, float)
             script, _, options = re.sub(r" --(env-id|seed) \S+", "", lines[0]).partition(".py")
             data.options[group] = options.strip()
+            if moved := re.findall(r"mean of \S+: ([\d.e-]+)", lines[2]):
+                data.moved.setdefault(group, {}).setdefault(env, {})[int(seed)] = tuple(map(float, moved))
             script = script.rpartition(" ")[2]  # after "# command: python"
             if int(seed) > 100 and script in DEFAULTS:
                 tuned(script, options, env, seed, rows[-1][1])
     for row in read_rows(results / "random.csv"):
         if row["actions"] == RANDOM_ACTIONS:
-            data.random[row["env_id"]] = float(row["mean"]), float(row["standard_error"])
+            data.random[row["env_id"]] = float(row["mean"])
     for row in read_rows(Path(__file__).with_name("published.csv")):
         env = row.pop("env").replace("-v2", "-v4")  # the nearest there is today
         row = data.published[env] = {column: float(value) for column, value in row.items()}
@@ -139,7 +144,7 @@ def improvement(x, y, random):
     """{environment: (X - random) / (Y - random) - 1} where both have runs and Y is better than random."""
     result = {}
     for env in sorted(x.keys() & y.keys() & random.keys()):
-        gain, base = (mean(scores[env].values()) - random[env][0] for scores in (x, y))
+        gain, base = (mean(scores[env].values()) - random[env] for scores in (x, y))
         if base > 0:
             result[env] = gain / base - 1
     return result
@@ -168,6 +173,18 @@ def interval(statistic, strata, minus=()):
     generator = np.random.default_rng(0)
     draws = bootstrap(statistic, strata, generator)
     return np.percentile(draws - bootstrap(statistic, minus, generator) if minus else draws, [2.5, 97.5], axis=0)
+
+
+def improvement_interval(x, y, random, envs):
+    """95 % bootstrap interval of the improvement averaged over these environments; seeds are what is drawn again."""
+    generator, total = np.random.default_rng(0), 0
+    for env in envs:
+        gain, base = (
+            bootstrap(lambda draws: draws.mean(1), [np.array(list(scores[env].values()))], generator) - random[env]
+            for scores in (x, y)
+        )
+        total += gain / base - 1
+    return np.percentile(total / len(envs), [2.5, 97.5])
 
 
 def align(curves):
@@ -243,34 +260,83 @@ def scores_table(data):
             column = {env: value.rpartition(" ")[0] for env, value in column.items()}
         columns[" ".join([name(group), *(counts if len(counts) == 1 else ())])] = column
     envs = sorted({env for column in columns.values() for env in column})
-    random = {env: number(*pair) for env, pair in data.random.items()}
+    random = {env: number(mean) for env, mean in data.random.items()}
     published = {env: f"{row['spu']:g}" for env, row in data.published.items()}
-    columns = list(({"random": random, PUBLISHED: published} | columns).items())
-    columns.sort(key=lambda column: "SPU" in column[0])  # the peers, then all that is SPU
-    rows = [[env, *(column.get(env, "—") for _, column in columns)] for env in envs]
+    columns = {"random": random} | columns | {PUBLISHED: published}
+    rows = [[env, *(column.get(env, "—") for column in columns.values())] for env in envs]
     sentence = "Mean return of the last 100 episodes ± standard error over seeds (their number)."
-    return markdown(["", *(title for title, _ in columns)], rows, sentence, data, groups)
+    return markdown(["", *columns], rows, sentence, data, groups)
+
+
+def comparisons(data):
+    """[(X, Y, improvement in each environment, the paper's in each, its average as text)] of those that have runs."""
+    found = []
+    for x, y, key, average in COMPARISONS:
+        if values := improvement(data.scores.get(x, {}), data.scores.get(y, {}), data.random):
+            paper = {env: row[key] for env, row in data.published.items()} if key else {}
+            same = f"{mean(paper[env] for env in values):+.0f}; of all ten " if key and len(values) < 10 else ""
+            found.append((x, y, values, paper, f"{same}{average:+d}" if average else "—"))
+    return found
+
+
+def versus(x, y):
+    return f"{name(x).removesuffix(' at 3M steps')} over {name(y)}"
+
+
+def averages_table(data):
+    """The averages over environments beside the paper's."""
+    rows, scores, found = [], data.scores, comparisons(data)
+    for x, y, values, _, average in found:
+        bounds = "—"
+        if min(len(scores[group][env]) for group in (x, y) for env in values) > 1:  # one seed has no spread
+            bounds = " to ".join(percent([v]) for v in improvement_interval(scores[x], scores[y], data.random, values))
+        rows.append([versus(x, y), f"**{percent(values.values())}**", bounds, average, len(values)])
+    header = ["", "here", "95 % interval", "the paper, %", "environments"]
+    sentence = (
+        "(X − random) / (Y − random) − 1 of means over seeds, averaged over environments (the paper: ten, with 10 "
+        "seeds). Intervals are bootstrapped over seeds, and too narrow with so few."
+    )
+    leads = []
+    for _, y, values, *_ in (row for row in found if row[0] == "spu"):
+        inside, outside = ([v for env, v in values.items() if (env in TUNED) == where] for where in (True, False))
+        leads += [f"over {name(y)} {percent(inside)} and {percent(outside)}"] if inside and outside else []
+    if leads:
+        tuned = ", ".join(env.removesuffix("-v4") for env in TUNED)
+        sentence += f" Where its trust region was tuned ({tuned}) and elsewhere, SPU is {', '.join(leads)}."
+    return markdown(header, rows, sentence, data, dict.fromkeys(group for x, y, *_ in found for group in (x, y)))
 
 
 def improvement_table(data):
     """Per environment and on average, each with the paper's percentage in brackets."""
-    scores, columns = data.scores, {}
-    for x, y, key, average in COMPARISONS:
-        if values := improvement(scores.get(x, {}), scores.get(y, {}), data.random):
-            paper = {env: f" ({row[key]:+.0f})" for env, row in data.published.items()} if key else {}
-            column = {env: percent([value]) + paper.get(env, "") for env, value in values.items()}
-            same = mean(data.published[env][key] for env in values) if key and len(values) < 10 else None
-            note = f"{average:+d}" if same is None else f"{same:+.0f}; of all ten {average:+d}"
-            columns[x, y] = column, f"**{percent(values.values())}** ({note})", f"{len(values)} (10)"
-    cells, averages, counts = zip(*columns.values()) if columns else ((), (), ())
-    rows = [[env, *(column.get(env, "—") for column in cells)] for env in sorted(set().union(*cells))]
-    rows += [["**average**", *averages], ["environments", *counts]] if columns else []
-    header = ["", *(f"{name(x).removesuffix(' at 3M steps')} over {name(y)}" for x, y in columns)]
+    columns, averages, counts, found = [], [], [], comparisons(data)
+    for _, _, values, paper, average in found:
+        columns.append({env: percent([v]) + (f" ({paper[env]:+.0f})" if paper else "") for env, v in values.items()})
+        averages.append(f"**{percent(values.values())}** ({average})")
+        counts.append(f"{len(values)} (10)")
+    rows = [[env, *(column.get(env, "—") for column in columns)] for env in sorted(set().union(*columns))]
+    rows += [["**average**", *averages], ["environments", *counts]] if found else []
     sentence = (
         "(X − random) / (Y − random) − 1 of means over seeds. In brackets the paper's, of 10 seeds; its averages "
         "are of the same environments where it has them one by one, else of all ten."
     )
-    return markdown(header, rows, sentence, data, dict.fromkeys(group for pair in columns for group in pair))
+    groups = dict.fromkeys(group for x, y, *_ in found for group in (x, y))
+    return markdown(["", *(versus(x, y) for x, y, *_ in found)], rows, sentence, data, groups)
+
+
+def moved_table(data):
+    """How far an iteration moves the policy, and in how many epochs: which of SPU's limits was at work."""
+    rows = []
+    for env in sorted(data.moved.get("spu", {})):
+        (kl, epochs), ppo = np.mean(list(data.moved["spu"][env].values()), axis=0), data.moved.get("ppo", {}).get(env)
+        rows.append(
+            [env, f"{kl:.4f}", f"{epochs:.1f}", f"{np.mean(list(ppo.values()), axis=0)[0]:.4f}" if ppo else "—"]
+        )
+    sentence = (
+        "Mean KL(π_θ‖π_k) after an iteration and mean number of epochs, over the whole run and all seeds that kept it"
+    )
+    counts = {group: span(len(seeds) for seeds in envs.values()) for group, envs in data.moved.items()}
+    sentence += " (" + ", ".join(f"{name(g)}: {counts[g]}" for g in ("spu", "ppo") if g in counts) + ")."
+    return markdown(["", "SPU, mean KL", "SPU, epochs", "our PPO, mean KL"], rows, sentence)
 
 
 def ablation_table(data):
@@ -286,7 +352,7 @@ def ablation_table(data):
         over_trpo = percent(improvement(part, scores.get("trpo", {}), data.random).values())
         title = "full SPU" if group == ABLATION_BASELINE else name(group)
         rows.append([title, *map(cell, part.values()), over_trpo, f"{PAPER_ABLATION.get(group, 27):+d} %"])
-    header = ["", *common, "over TRPO", "over TRPO in the paper"]
+    header = ["", *common, "over TRPO", "the paper, ten environments"]
     sentence = "Scores ± standard error over seeds (number of seeds), and (X − random) / (TRPO − random) − 1 averaged."
     sentence += " All with `--max-epochs 30`, as in the paper."
     return markdown(header, rows, sentence, data, [ABLATION_BASELINE, *groups, "trpo"])
@@ -297,7 +363,7 @@ def iqm_table(data):
     for group in (group for group in [*ALGORITHMS, ABLATION_BASELINE] if group in data.runs):
         for env, seeds in data.scores[group].items():
             if env in data.random and env in data.published:
-                zero, one = data.random[env][0], data.published[env]["spu"]
+                zero, one = data.random[env], data.published[env]["spu"]
                 strata.setdefault(group, []).append((np.array(list(seeds.values())) - zero) / (one - zero))
     for group, parts in strata.items():
         runs, (low, high) = np.concatenate(parts), interval(iqm, parts)
@@ -375,32 +441,29 @@ def sensitivity_table(data):
 
 
 def speed_table(data):
-    def middle(env, column, digits):
-        values = [float(row[column]) for row in data.speed if row["env_id"] == env and row.get(column)]
-        spread = f" ({min(values):.1f} to {max(values):.1f})" if values and "ratio" in column else ""
-        return f"{np.median(values):.{digits}f}{spread}" if values else "—"
+    """Ratios round by round, since a slow spell of the machine meets all programs of a round."""
 
-    columns = {"spu_steps_per_second": 0, "sb3_ppo_steps_per_second": 0, "ratio": 1}
-    columns |= {"plain_ppo_steps_per_second": 0, "ratio_to_plain": 1, "spu_memory_mb": 0}
-    envs = list(dict.fromkeys(row["env_id"] for row in data.speed))
-    rows = [[env, *(middle(env, *column) for column in columns.items())] for env in envs]
-    header = ["", "SPU, steps/s", "SB3 PPO", "SPU / SB3 PPO", "plain PPO", "SPU / plain PPO", "SPU's memory, MB"]
-    rounds = ", ".join(f"{env} {sum(row['env_id'] == env for row in data.speed)}" for env in envs)
-    note = "Medians (and the range) of rounds that run all in turn, one thread each on MuJoCo, all cores on Atari."
-    note = f"{note} Rounds: {rounds}. Plain PPO is in the style of CleanRL, eager throughout."
-    timed = [row for row in data.speed if row.get("our_ppo_steps_per_second")]
-    if timed:
-        sb3, ppo, spu = (
-            np.array([float(row[f"{who}_steps_per_second"]) for row in timed])
-            for who in ("sb3_ppo", "our_ppo", "spu_10_epochs")
-        )
-        times, longer = spu / sb3, 100 * (ppo / spu - 1)
-        note += (
-            f" With 10 epochs, its default, SPU does {np.median(spu):.0f} steps/s, {np.median(times):.1f} times SB3 "
-            f"PPO's ({min(times):.1f} to {max(times):.1f}), and an iteration takes {np.median(longer):.0f} % longer "
-            f"than one of our PPO ({min(longer):+.0f} to {max(longer):+.0f} %)."
-        )
-    return markdown(header, rows, note)
+    def ratio(rows, spu, peer):
+        values = [float(row[spu]) / float(row[peer]) for row in rows if row.get(spu) and row.get(peer)]
+        return f"{np.median(values):.2g} ({min(values):.2g} to {max(values):.2g})" if values else "—"
+
+    peers = [f"{who}_steps_per_second" for who in ("sb3_ppo", "plain_ppo", "our_ppo")]
+    kinds = {"spu_10_epochs_steps_per_second": "10 epochs (the default)", "spu_steps_per_second": "30 epochs"}
+    table = []
+    for env in dict.fromkeys(row["env_id"] for row in data.speed):
+        rows = [row for row in data.speed if row["env_id"] == env]
+        for column, kind in kinds.items():
+            if values := [float(row[column]) for row in rows if row.get(column)]:
+                kind = "9 epochs, SB3 too" if "-v" not in env else kind
+                ratios = [ratio(rows, column, peer) for peer in peers]
+                table.append([f"{env}, {kind}", f"{np.median(values):.0f}", *ratios, len(values)])
+    memory = {row["env_id"]: row["spu_memory_mb"] for row in data.speed}
+    note = (
+        "SPU's steps per second, and its multiple of the others' (range): medians of rounds that run all programs in "
+        "turn, one thread each on MuJoCo, all cores on Atari. On MuJoCo the others do 10 epochs. Plain PPO is in the "
+        f"style of CleanRL, not compiled. Memory of SPU: {', '.join(f'{env} {mb} MB' for env, mb in memory.items())}."
+    )
+    return markdown(["", "SPU, steps/s", "÷ SB3 PPO", "÷ plain PPO", "÷ our PPO", "rounds"], table, note)
 
 
 def atari_table(data):
@@ -418,8 +481,9 @@ def atari_table(data):
     return markdown(header, sorted(rows, key=lambda row: row[0] != "Pong"), sentence)
 
 
-TABLES = {"scores": scores_table, "improvement": improvement_table, "ablation": ablation_table, "iqm": iqm_table}
-TABLES |= {"steps_to_ppo": steps_to_ppo_table, "sensitivity": sensitivity_table}
+TABLES = {"scores": scores_table, "averages": averages_table, "improvement": improvement_table, "moved": moved_table}
+TABLES |= {"ablation": ablation_table, "iqm": iqm_table, "steps_to_ppo": steps_to_ppo_table}
+TABLES |= {"sensitivity": sensitivity_table}
 TABLES |= {"speed": speed_table, "atari": atari_table, "details": lambda data: tuning_table(data, "spu_continuous")}
 TABLES |= {"linf": lambda data: tuning_table(data, "spu_linf")}
 TABLES |= {"reverse_kl": lambda data: tuning_table(data, "spu_reverse_kl")}

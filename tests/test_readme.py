@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, environment, run, run_dir
 
 README = (ROOT / "README.md").read_text()
@@ -48,8 +49,17 @@ def test_the_example_program_replays_an_agent(tmp_path):
     assert float(done.stdout.split()[1]) == pytest.approx(float(re.search(r"return (\S+)", said).group(1)), abs=0.1)
 
 
+def test_the_two_losses_are_those_of_the_scripts():
+    generator = torch.Generator().manual_seed(0)
+    kl, A, ratio = torch.rand(3, 100, generator=generator) + torch.tensor([[0], [-0.5], [0.5]])
+    names = {"torch": torch, "kl": kl, "A": A, "ratio": ratio, "epsilon": 0.4, "lam": 1.3, "clip": 0.2}
+    exec(python_block("the two losses"), names)
+    assert names["spu_loss"] == importlib.import_module("spu_continuous").spu_loss(kl, ratio, A, 1.3, 0.4)
+    assert names["ppo_loss"] == importlib.import_module("benchmark.ppo_continuous").ppo_loss(ratio, A, 0.2)
+
+
 def test_every_python_block_is_one_of_the_tested_ones():
-    assert len(blocks("python")) == 2 and not blocks("python", BENCHMARK)
+    assert len(blocks("python")) == 3 and not blocks("python", BENCHMARK)
 
 
 @pytest.mark.parametrize("line", sorted({*commands(README), *commands(BENCHMARK)}))

@@ -87,8 +87,8 @@ def made_up(tmp_path_factory):
     add(results, "tune_atari_x", "Breakout", 101, 1, 3, flags=" --lam 2 --total-timesteps 409600", script="spu_atari")
     (results / "random.csv").write_text(RANDOM)
     (results / "speed.csv").write_text(SPEED)
-    (folder / "README.md").write_text(markers("scores", "improvement"))
-    others = ("ablation", "iqm", "steps_to_ppo", "details", "linf", "sensitivity", "speed", "atari")
+    (folder / "README.md").write_text(markers("scores", "averages"))
+    others = ("improvement", "ablation", "iqm", "steps_to_ppo", "details", "linf", "sensitivity", "speed", "atari")
     (folder / "benchmark" / "README.md").write_text(markers(*others))
     run(folder)
     return folder
@@ -107,13 +107,13 @@ def test_scores_are_means_with_standard_errors_and_seeds(made_up):
     rows, footnote = table(made_up, "scores")
     assert list(rows) == ["Hopper-v4", "Walker2d-v4"]
     assert rows["Hopper-v4"] == {
-        "random": "142 ± 2",
+        "random": "142",
         "TRPO (1)": "1142",
         "SB3 PPO (1)": "1642",
         "our PPO (1)": "2142",
-        "SPU as published": "2142",
         "SPU": "1642 ± 200 (2)",  # not as many seeds in every environment
         "reverse-KL SPU (4)": "5242 ± 4310",
+        "SPU as published": "2142",
     }
     assert rows["Walker2d-v4"]["SPU"] == "2663 (1)" and rows["Walker2d-v4"]["SB3 PPO (1)"] == "—"
     assert "TRPO 1, SB3 PPO 1, our PPO 1, SPU 1 to 2, reverse-KL SPU 4. Steps: 204,800 to 614,400." in footnote
@@ -122,21 +122,56 @@ def test_scores_are_means_with_standard_errors_and_seeds(made_up):
 def test_improvement_is_the_papers_metric_over_the_environments_that_both_have(made_up):
     rows, _ = table(made_up, "improvement")
     columns = ["SPU over TRPO", "SPU over SB3 PPO", "SPU over our PPO", "SB3 PPO over TRPO"]
-    columns += ["our PPO over TRPO", "SPU over TRPO at 3M steps"]
+    columns += ["our PPO over TRPO", "reverse-KL SPU over TRPO", "SPU over TRPO at 3M steps"]
     assert {row: list(cells.values()) for row, cells in rows.items()} == {
-        "Hopper-v4": ["+50 % (+6)", "+0 % (+13)", "-25 % (+13)", "+50 % (-5)", "+100 % (-5)", "+100 %"],
-        "Walker2d-v4": ["+100 % (+17)", "—", "—", "—", "—", "—"],
+        "Hopper-v4": ["+50 % (+6)", "+0 % (+13)", "-25 % (+13)", "+50 % (-5)", "+100 % (-5)", "+410 %", "+100 %"],
+        "Walker2d-v4": ["+100 % (+17)", "—", "—", "—", "—", "—", "—"],
         "**average**": [
             "**+75 %** (+12; of all ten +27)",  # of +6 and +17
             "**+0 %** (+13; of all ten +17)",
             "**-25 %** (+13; of all ten +17)",
             "**+50 %** (-5; of all ten +9)",
             "**+100 %** (-5; of all ten +9)",
+            "**+410 %** (—)",
             "**+100 %** (+28)",
         ],
-        "environments": ["2 (10)", "1 (10)", "1 (10)", "1 (10)", "1 (10)", "1 (10)"],
+        "environments": ["2 (10)", "1 (10)", "1 (10)", "1 (10)", "1 (10)", "1 (10)", "1 (10)"],
     }
     assert list(rows["Hopper-v4"]) == columns
+
+
+def test_averages_stand_beside_the_papers(made_up):
+    rows, footnote = table(made_up, "averages")
+    assert {row: list(cells.values()) for row, cells in rows.items()} == {
+        "SPU over TRPO": ["**+75 %**", "—", "+12; of all ten +27", "2"],
+        "SPU over SB3 PPO": ["**+0 %**", "—", "+13; of all ten +17", "1"],
+        "SPU over our PPO": ["**-25 %**", "—", "+13; of all ten +17", "1"],
+        "SB3 PPO over TRPO": ["**+50 %**", "—", "-5; of all ten +9", "1"],
+        "our PPO over TRPO": ["**+100 %**", "—", "-5; of all ten +9", "1"],
+        "reverse-KL SPU over TRPO": ["**+410 %**", "—", "—", "1"],
+        "SPU over TRPO at 3M steps": ["**+100 %**", "—", "+28", "1"],
+    }
+    assert "SPU 1 to 2, TRPO 1, SB3 PPO 1" in footnote and "elsewhere" not in footnote  # both are where it was tuned
+
+
+def test_averages_have_an_interval_from_two_seeds_on_and_say_where_spu_was_tuned():
+    scores = {"spu": {"Hopper-v4": {1: 4, 2: 8}, "Ant-v4": {1: 6, 2: 6}}}
+    scores["trpo"] = {"Hopper-v4": {1: 2, 2: 2}, "Ant-v4": {1: 3, 2: 3}}
+    runs = {
+        group: {env: {seed: np.array([[STEP, score]]) for seed, score in seeds.items()} for env, seeds in envs.items()}
+        for group, envs in scores.items()
+    }
+    published = {env: {"spu_over_trpo_pct": 6.0} for env in scores["spu"]}
+    data = report.Data(runs, {}, {"Hopper-v4": 0.0, "Ant-v4": 0.0}, published, {}, [], {})
+    text = report.averages_table(data)
+    assert "| SPU over TRPO | **+150 %** | +100 % to +200 % | +6; of all ten +27 | 2 |" in text
+    assert "Swimmer, Walker2d) and elsewhere, SPU is over TRPO +200 % and +100 %." in text
+
+
+def test_how_far_an_iteration_moved_the_policy():
+    moved = {"spu": {"Hopper-v4": {1: (0.01, 9.0), 2: (0.02, 8.0)}}, "ppo": {"Hopper-v4": {3: (0.03, 10.0)}}}
+    text = report.moved_table(report.Data({}, moved, {}, {}, {}, [], {}))
+    assert "| Hopper-v4 | 0.0150 | 8.5 | 0.0300 |" in text and "(SPU: 2, our PPO: 1)" in text
 
 
 def test_ablation_compares_the_same_environments_and_seeds(made_up):
@@ -187,10 +222,12 @@ def test_details_sensitivity_and_speed(made_up):
     }
     assert footnote.startswith("1 of 2 beat TRPO; 75 % reach at least -10 %, 50 % at least +20 %.")
     rows, footnote = table(made_up, "speed")
-    assert list(rows["Hopper-v4"].values()) == ["3300", "1000", "3.3 (3.0 to 5.0)", "900", "3.7 (3.4 to 6.0)", "410"]
-    assert list(rows["Pong"].values()) == ["200", "100", "2.0 (2.0 to 2.0)", "—", "—", "700"]
-    assert "Hopper-v4 3" in footnote and "takes 10 % longer than one of our PPO (+0 to +20 %)" in footnote
-    assert "SPU does 5000 steps/s, 5.0 times SB3 PPO's (5.0 to 5.0)" in footnote
+    assert {row: list(cells.values()) for row, cells in rows.items()} == {
+        "Pong, 9 epochs, SB3 too": ["200", "2 (2 to 2)", "—", "—", "1"],
+        "Hopper-v4, 10 epochs (the default)": ["5000", "5 (5 to 5)", "5.6 (5.6 to 5.6)", "0.91 (0.83 to 1)", "3"],
+        "Hopper-v4, 30 epochs": ["3300", "3.3 (3 to 5)", "3.7 (3.3 to 5.6)", "0.55 (0.55 to 1)", "3"],
+    }
+    assert "Pong 700 MB, Hopper-v4 420 MB" in footnote
 
 
 @pytest.mark.parametrize("script", report.DEFAULTS)
@@ -239,17 +276,22 @@ def test_without_runs_there_are_no_tables_and_no_pictures(tmp_path):
     assert not list(tmp_path.rglob("*.png"))
     (tmp_path / "README.md").write_text(markers("score"))
     (line,) = run(tmp_path, code=2).stderr.splitlines()
-    assert line.startswith("report.py: README.md: There is no table score: the tables are scores, improvement")
+    assert line.startswith(
+        "report.py: README.md: There is no table score: the tables are scores, averages, improvement"
+    )
 
 
 def test_the_pure_functions():
     assert report.iqm(np.array([100, 5, 0, 1, 2, 6, 3, 4])) == 3.5  # of 2, 3, 4, 5
     low, high = report.interval(report.iqm, [np.array([1.0, 1.0]), np.array([3.0])])
     assert low == high == 5 / 3  # what is drawn again is the seeds of an environment, not the environments
-    random = {"a": (10.0, 0), "b": (0.0, 0), "c": (5.0, 0)}
+    random = {"a": 10.0, "b": 0.0, "c": 5.0}
     x, y = {"a": {1: 30, 2: 50}, "b": {1: 5}, "c": {1: 9}}, {"a": {3: 20}, "b": {1: -1}}
     assert report.improvement(x, y, random) == {"a": 2.0}  # no percentage of b, where y is worse than random
     assert report.shared(x, {"a": {2: 0}, "b": {2: 0}}) == {"a": {2: 50}}
+    x, y = {"a": {1: 4, 2: 8}, "b": {1: 6, 2: 6}}, {"a": {1: 2, 2: 2}, "b": {1: 3, 2: 3}}
+    bounds = report.improvement_interval(x, y, {"a": 0.0, "b": 0.0}, ["a", "b"])
+    assert bounds.tolist() == [1, 2]  # +100 to +300 % in a, +100 % in b
     curves = [np.array([[10, 0.0], [20, 10], [40, 30]]), np.array([[20, 20.0], [30, 20], [40, 40], [50, 90]])]
     steps, returns = report.align(curves)
     assert steps.tolist() == [20, 30, 40] and returns.tolist() == [[10, 20, 30], [20, 20, 40]]
