@@ -4,7 +4,7 @@ SPU (Vuong, Zhang and Ross, ICLR 2019) is PPO with another update. From the curr
   1. Solve. Among ALL policies, not only those a network can express, maximise the expected advantage subject to
      mean KL(pi || pi_k) <= delta and, in every state s, KL(pi || pi_k)[s] <= epsilon. Theorem 1 has the closed form:
          pi*(a|s)  is proportional to  pi_k(a|s) exp(A(s,a) / lambda)
-     (lambda follows from delta, in some states from epsilon; the paper makes it a hyper-parameter instead).
+     (lambda follows from delta, or epsilon; the paper makes it a hyper-parameter, so that no line below computes pi*).
   2. Fit. Up to a constant, KL(pi_theta || pi*) = KL(pi_theta || pi_k) - (1/lambda) E_{a ~ pi_k}[ratio A], where
      ratio = pi_theta(a|s) / pi_k(a|s). The network is trained on the batch to lower it, with the gradient of eq. (18):
          mean_i [ grad KL(pi_theta || pi_k)[s_i] - (1/lambda) A_i grad ratio_i ] 1{KL(pi_theta || pi_k)[s_i] <= epsilon}
@@ -17,7 +17,7 @@ SPU (Vuong, Zhang and Ross, ICLR 2019) is PPO with another update. From the curr
     python spu_atari.py --evaluate runs/RUN/agent.pt --capture-video   # watch a trained agent
 One machine, 8 processes with a game each, as in the paper; if one dies, all go on from the last checkpoint:
     torchrun --standalone --nproc-per-node 8 --max-restarts 2 spu_atari.py --env-id Breakout --num-envs 1
-Two machines, on each of them (the first one's address is HOST):
+Two machines, on each of them, in a folder that both see (the first one's address is HOST):
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --rdzv-id breakout \
         spu_atari.py --env-id Breakout --num-envs 1
 """
@@ -133,7 +133,7 @@ def make_env(args, seed, draw=False):
         env = gym.wrappers.FrameStackObservation(gym.wrappers.AtariPreprocessing(env), 4, padding_type="zero")
         env.reset(seed=seed)
     except Exception as error:
-        refuse(f"{args.env_id} cannot be {'drawn' if draw else 'made'}: {' '.join(str(error).split())}")
+        refuse(f"{args.env_id} cannot be {('made', 'drawn')[draw]}: {' '.join(str(error).split()) or repr(error)}")
     return env
 
 
@@ -206,7 +206,7 @@ def gae(rewards, values, next_values, dead, ended, gamma, gae_lambda):
 
 
 def losses(params, agent, batch, args):
-    """The loss on these samples as a function of the parameters (the agent gives only its form), and its parts."""
+    """The loss on these samples as a function of the parameters (agent is only the architecture), and its parts."""
     obs, actions, advantages, value_targets, old_log_probs = batch
     log_probs, values = torch.func.functional_call(agent, params, (obs,))
     kl = categorical_kl(log_probs, old_log_probs)
@@ -260,7 +260,7 @@ def play(agent, args, episodes, video=None):
     for episode in range(episodes):
         (obs, _), ended, total = env.reset(seed=args.seed + episode), False, 0.0
         if "FIRE" in env.unwrapped.get_action_meanings():
-            obs, *_ = env.step(env.unwrapped.get_action_meanings().index("FIRE"))  # as in training
+            obs, *_ = env.step(env.unwrapped.get_action_meanings().index("FIRE"))  # in training it comes before no-ops
         while not ended:
             with torch.no_grad():
                 log_probs, _ = agent(torch.as_tensor(obs, device=device)[None])
@@ -275,7 +275,7 @@ def play(agent, args, episodes, video=None):
 
 def save(data, path):
     torch.save(data, f"{path}.tmp")
-    os.replace(f"{path}.tmp", path)  # at once: there is a whole file at any moment
+    os.replace(f"{path}.tmp", path)  # atomic: a kill leaves the old file or the new one
 
 
 def load(path):
@@ -371,14 +371,17 @@ def main():
     rewards, values, final_values = np.zeros((3, *shape), np.float32)
     lost, truncated = np.zeros((2, *shape), bool)
     games = Games(args, seed)
-    stop = []  # Ctrl-C ends the run after the current iteration; a second one ends it at once
-    signal.signal(signal.SIGINT, lambda *_: (stop.append(True), signal.signal(signal.SIGINT, signal.SIG_DFL)))
+    stop, at_once = [], (signal.SIGINT, signal.SIG_DFL)
+    said = b"\nStopping after this iteration. (Ctrl-C again stops at once, and loses what is not in a checkpoint.)\n"
+    signal.signal(signal.SIGINT, lambda *_: (stop.append(os.write(2, said)), signal.signal(*at_once)))
     launcher = "python" if WORLD == 1 else f"torchrun --standalone --nproc-per-node {WORLD}"
+    if int(os.getenv("LOCAL_WORLD_SIZE", "1")) < WORLD:
+        launcher = "on every machine torchrun with the options it had,"
     go_on = f"To go on from the last checkpoint: {launcher} {sys.argv[0]} --resume {run_dir}"
     steps = {"total": num_iterations * batch_size * WORLD, "initial": iteration * batch_size * WORLD}
     bar = tqdm(**steps, unit=" steps", unit_scale=True, disable=RANK > 0)
     while True:
-        # ---- Checkpoint: at the start, every few iterations, and at the end
+        # ---- Checkpoint: at the start, every few iterations, after Ctrl-C and at the end
         global_step, iteration_start = iteration * batch_size * WORLD, time.time()
         finished = iteration == num_iterations
         (stopped,) = average(torch.tensor(float(len(stop))))
@@ -468,7 +471,7 @@ def main():
         print(f"Stopped after {global_step} steps. {go_on}")
         sys.exit(130)
     print(f"{args.env_id} after {global_step} steps: {play(agent, args, args.eval_episodes)}")
-    print(f"All is in {run_dir}/; to watch it: python {sys.argv[0]} --evaluate {run_dir}/agent.pt --capture-video")
+    print(f"It is all in {run_dir}/; to watch it: python {sys.argv[0]} --evaluate {run_dir}/agent.pt --capture-video")
 
 
 if __name__ == "__main__":

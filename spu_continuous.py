@@ -4,7 +4,7 @@ SPU (Vuong, Zhang and Ross, ICLR 2019) is PPO with another update. From the curr
   1. Solve. Among ALL policies, not only those a network can express, maximise the expected advantage subject to
      mean KL(pi || pi_k) <= delta and, in every state s, KL(pi || pi_k)[s] <= epsilon. Theorem 1 has the closed form:
          pi*(a|s)  is proportional to  pi_k(a|s) exp(A(s,a) / lambda)
-     (lambda follows from delta, in some states from epsilon; the paper makes it a hyper-parameter instead).
+     (lambda follows from delta, or epsilon; the paper makes it a hyper-parameter, so that no line below computes pi*).
   2. Fit. Up to a constant, KL(pi_theta || pi*) = KL(pi_theta || pi_k) - (1/lambda) E_{a ~ pi_k}[ratio A], where
      ratio = pi_theta(a|s) / pi_k(a|s). The network is trained on the batch to lower it, with the gradient of eq. (18):
          mean_i [ grad KL(pi_theta || pi_k)[s_i] - (1/lambda) A_i grad ratio_i ] 1{KL(pi_theta || pi_k)[s_i] <= epsilon}
@@ -115,9 +115,9 @@ def make_env(args, seed, draw=False):
         env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if draw else {}))
         env.reset(seed=seed)
         if draw:
-            if renderer := getattr(env.unwrapped, "mujoco_renderer", None):  # follow who would run out of the picture
+            if renderer := getattr(env.unwrapped, "mujoco_renderer", None):  # follow what would leave the picture
                 renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
-            assert env.render() is not None, "it draws nothing"  # said now, and not in the middle of the training
+            assert env.render() is not None, "it draws nothing"  # fail now, and not in the middle of the training
     except Exception as error:
         refuse(f"{args.env_id} cannot be {('made', 'drawn')[draw]}: {' '.join(str(error).split()) or repr(error)}")
     if not isinstance(env.action_space, gym.spaces.Box) or env.action_space.dtype.kind != "f":
@@ -137,7 +137,7 @@ def update_moments(moments, x):
 
 
 def network(inputs, outputs, head_gain, orthogonal):
-    """64-64 tanh (repeated in `Agent.actor`). As in the paper's code, a unit's weights have norm `gain`."""
+    """64-64 tanh (repeated in `Agent.actor`). By default, as in the paper's code, a unit's weights have norm `gain`."""
     layers = [nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)]
     for linear in layers[::2]:
         gain = head_gain if linear is layers[-1] else math.sqrt(2) if orthogonal else 1.0
@@ -202,7 +202,7 @@ def gae(rewards, values, next_values, dead, ended, gamma, gae_lambda):
 
 
 def losses(params, agent, batch, old_log_std, args):
-    """The loss on these samples as a function of the parameters (the agent gives only its form), and its two parts."""
+    """The loss on these samples as a function of the parameters (agent is only the architecture), and its two parts."""
     obs, actions, advantages, value_targets, old_mean = batch
     mean, log_std, values = torch.func.functional_call(agent, params, (obs,))
     kl = gaussian_kl(mean, log_std, old_mean, old_log_std)
@@ -214,7 +214,7 @@ def losses(params, agent, batch, old_log_std, args):
 
 
 def minibatch_step(params, adam, rate, agent, batch, old_log_std, args):
-    """Loss, gradient (not clipped) and Adam (betas 0.9, 0.999, eps 1e-5) in one function, to compile to one graph."""
+    """Loss, unclipped gradient, Adam (betas 0.9, 0.999, eps 1e-5) in one graph. Compiled, it keeps its first args."""
     gradient, _ = torch.func.grad(losses, has_aux=True)(params, agent, batch, old_log_std, args)
     t = adam["step"].add_(1)
     for name, g in gradient.items():
@@ -237,7 +237,7 @@ def try_compile(params, adam, *rest):
 
 
 def play(agent, args, episodes, video=None):
-    """Play whole episodes with the mean action and return a sentence about them; video is where to film the first."""
+    """Play episodes with the mean action and return a sentence about them; video is where to film the first."""
     env, act, returns = make_env(args, args.seed, draw=video is not None), agent.actor(), []
     if video:
         env = gym.wrappers.RecordVideo(env, str(video.parent), lambda episode: episode == 0, name_prefix=video.name)
@@ -255,7 +255,7 @@ def play(agent, args, episodes, video=None):
 
 def save(data, path):
     torch.save(data, f"{path}.tmp")
-    os.replace(f"{path}.tmp", path)  # at once: there is a whole file at any moment
+    os.replace(f"{path}.tmp", path)  # atomic: a kill leaves the old file or the new one
 
 
 def load(path):
@@ -335,12 +335,13 @@ def main():
     terminated, ended = np.ones((2, *shape), bool)  # row -1 has ended: the first step resets all
     episode_return, episode_length = [0.0] * args.num_envs, [0] * args.num_envs
     update = None if args.compile else minibatch_step
-    stop = []  # Ctrl-C ends the run after the current iteration; a second one ends it at once
-    signal.signal(signal.SIGINT, lambda *_: (stop.append(True), signal.signal(signal.SIGINT, signal.SIG_DFL)))
+    stop, at_once = [], (signal.SIGINT, signal.SIG_DFL)
+    said = b"\nStopping after this iteration. (Ctrl-C again stops at once, and loses what is not in a checkpoint.)\n"
+    signal.signal(signal.SIGINT, lambda *_: (stop.append(os.write(2, said)), signal.signal(*at_once)))
     go_on = f"To go on from the last checkpoint: python {sys.argv[0]} --resume {run_dir}"
     bar = tqdm(total=num_iterations * batch_size, initial=iteration * batch_size, unit=" steps", unit_scale=True)
     while True:
-        # ---- Checkpoint: at the start, every few iterations, and at the end
+        # ---- Checkpoint: at the start, every few iterations, after Ctrl-C and at the end
         global_step, iteration_start, finished = iteration * batch_size, time.time(), iteration == num_iterations
         leaving = finished or len(stop) > 0
         if leaving or iteration % args.checkpoint_every == 0:
@@ -359,7 +360,7 @@ def main():
         for t in range(args.num_steps):
             obs[t] = next_obs[t - 1]  # row -1 is still that of the last batch
             for i, env in enumerate(envs):
-                if ended[t - 1, i]:  # reset only now: a checkpoint between episodes can repeat the reset
+                if ended[t - 1, i]:  # only now, after the checkpoint: a resumed run repeats the reset
                     (obs[t, i], _), episode_return[i], episode_length[i] = env.reset(), 0.0, 0
             actions[t] = act(obs[t]) + noise[t]
             for i, env in enumerate(envs):
@@ -375,7 +376,7 @@ def main():
                     scalars = {"charts/episodic_return": last_returns[-1], "charts/episodic_length": episode_length[i]}
                     log(scalars, global_step + t * args.num_envs + i + 1)
         # ---- Advantages, and pi_k anew, under the normaliser with this batch in it: the fit begins at ratio 1 and KL 0
-        # (the actions were drawn under the normaliser before it, as in the paper's code: a difference that soon fades)
+        # (the actions were drawn under the one before it, as in the paper's code, which has the values under it too)
         if args.normalize_rewards:  # by the spread of the discounted return so far
             agent.return_moments = update_moments(agent.return_moments, torch.tensor(so_far, device=device).view(-1, 1))
             rewards[:] = (rewards / math.sqrt(agent.return_moments[1].item() + 1e-8)).clip(-10, 10)
@@ -432,7 +433,7 @@ def main():
         print(f"Stopped after {global_step} steps. {go_on}")
         sys.exit(130)
     print(f"{args.env_id} after {global_step} steps: {play(agent, args, args.eval_episodes)}")
-    print(f"All is in {run_dir}/; to watch it: python {sys.argv[0]} --evaluate {run_dir}/agent.pt --capture-video")
+    print(f"It is all in {run_dir}/; to watch it: python {sys.argv[0]} --evaluate {run_dir}/agent.pt --capture-video")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import copy
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,8 +25,8 @@ SMALL = ["--num-envs", 2, "--num-steps", 32, "--minibatch-size", 32, "--max-epoc
 BREAKOUT = ["--env-id", "Breakout", *SMALL]  # who plays badly plays a short game
 
 
-def torchrun(*options, **extra):
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, options)]
+def torchrun(*options, meet=("--standalone", "--nproc-per-node", "2"), **extra):
+    line = [sys.executable, "-m", "torch.distributed.run", *meet, *map(str, options)]
     return subprocess.Popen(
         line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), **extra
     )
@@ -183,6 +184,23 @@ def test_a_killed_process_is_started_again_and_the_run_goes_on(tmp_path):
     assert "Breakout after 1600 steps" in output
 
 
+def test_two_launchers_train_together_and_stop_together_as_two_machines_would(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free.getsockname()[1]}", "--rdzv-id", "two"]
+    meet = ["--nnodes", "2", "--nproc-per-node", "1", *meet]
+    options = [*BREAKOUT, "--num-envs", 1, "--total-timesteps", 1_000_000]
+    launchers = [torchrun(ROOT / "spu_atari.py", *options, meet=meet, cwd=tmp_path) for _ in range(2)]
+    while not list(tmp_path.glob("runs/*/checkpoint.pt")):
+        assert [launcher.poll() for launcher in launchers] == [None, None]
+        time.sleep(0.2)
+    for launcher in launchers:
+        launcher.send_signal(signal.SIGINT)
+    output = "".join(launcher.communicate(timeout=120)[0] for launcher in launchers)
+    (steps,) = re.findall(r"Stopped after (\d+) steps. To go on .*: on every machine torchrun .*--resume runs/", output)
+    assert torch.load(run_dir(tmp_path) / "checkpoint.pt", weights_only=True)["global_step"] == int(steps)
+
+
 # ---- The script
 
 
@@ -237,7 +255,8 @@ def test_ctrl_c_leaves_a_checkpoint(tmp_path):
         time.sleep(0.2)
     time.sleep(1)
     process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)[0].decode()
+    said, warned = (stream.decode() for stream in process.communicate(timeout=60))
+    assert "Stopping after this iteration." in warned
     steps = int(re.search(r"Stopped after (\d+) steps. To go on", said).group(1))
     assert process.returncode == 130
     assert torch.load(run_dir(tmp_path) / "checkpoint.pt", weights_only=True)["global_step"] == steps

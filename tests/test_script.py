@@ -143,6 +143,7 @@ def test_ctrl_c_writes_a_checkpoint_and_says_how_to_resume(tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err
+    assert "Stopping after this iteration." in err  # at once: an iteration may take a while
     iteration = torch.load(run_dir(tmp_path) / "checkpoint.pt", weights_only=True)["iteration"]
     assert iteration > 0  # written now: the next regular one would have been at 1000
     assert f"Stopped after {200 * iteration} steps" in out
