@@ -217,7 +217,7 @@ def percent(values):
 
 def number(x, error=None):
     digits = 0 if abs(x) >= 100 else 1
-    return f"{x:.{digits}f}" + (f" ± {error:.{digits}f}" if error is not None else "")
+    return f"{x:.{digits}f}" + (f"\u00a0±\u00a0{error:.{digits}f}" if error is not None else "")  # on one line
 
 
 def cell(seeds):
@@ -263,9 +263,9 @@ def scores_table(data):
     random = {env: number(mean) for env, mean in data.random.items()}
     published = {env: f"{row['spu']:g}" for env, row in data.published.items()}
     columns = {"random": random} | columns | {PUBLISHED: published}
-    rows = [[env, *(column.get(env, "—") for column in columns.values())] for env in envs]
+    rows = [[env.removesuffix("-v4"), *(column.get(env, "—") for column in columns.values())] for env in envs]
     sentence = "Mean return of the last 100 episodes ± standard error over seeds (their number)."
-    return markdown(["", *columns], rows, sentence, data, groups)
+    return markdown(["`-v4`", *columns], rows, sentence, data, groups)
 
 
 def comparisons(data):
@@ -463,7 +463,7 @@ def speed_table(data):
         "turn, one thread each on MuJoCo, all cores on Atari. On MuJoCo the others do 10 epochs. Plain PPO is in the "
         f"style of CleanRL, not compiled. Memory of SPU: {', '.join(f'{env} {mb} MB' for env, mb in memory.items())}."
     )
-    return markdown(["", "SPU, steps/s", "÷ SB3 PPO", "÷ plain PPO", "÷ our PPO", "rounds"], table, note)
+    return markdown(["", "SPU, steps/s", "× SB3 PPO", "× plain PPO", "× our PPO", "rounds"], table, note)
 
 
 def atari_table(data):

@@ -72,6 +72,7 @@ PLAN = {
     "atari_rate_5e-4": ("spu_atari", ["Breakout"], [1], FAST),
     "tune_default": ("spu_continuous", SIX, [101, 102], ""),
     "tune_paper_10_epochs": ("spu_continuous", FOUR, [101, 102], REGION),
+    "tune_half_region": ("spu_continuous", FOUR, [101, 102], "--epsilon 0.015 --delta 0.01"),
     "detail_clip_actions": ("spu_continuous", FOUR, [101, 102], "--clip-actions"),
     "detail_normalize_rewards": ("spu_continuous", FOUR, [101, 102], "--normalize-rewards"),
     "detail_orthogonal_init": ("spu_continuous", FOUR, [101, 102], "--orthogonal-init"),
