@@ -191,12 +191,17 @@ def test_two_launchers_train_together_and_stop_together_as_two_machines_would(tm
     meet = ["--nnodes", "2", "--nproc-per-node", "1", *meet]
     options = [*BREAKOUT, "--num-envs", 1, "--total-timesteps", 1_000_000]
     launchers = [torchrun(ROOT / "spu_atari.py", *options, meet=meet, cwd=tmp_path) for _ in range(2)]
-    while not list(tmp_path.glob("runs/*/checkpoint.pt")):
-        assert [launcher.poll() for launcher in launchers] == [None, None]
-        time.sleep(0.2)
-    for launcher in launchers:
-        launcher.send_signal(signal.SIGINT)
-    output = "".join(launcher.communicate(timeout=120)[0] for launcher in launchers)
+    deadline = time.time() + 120
+    try:
+        while not list(tmp_path.glob("runs/*/checkpoint.pt")):
+            assert time.time() < deadline and all(launcher.poll() is None for launcher in launchers)
+            time.sleep(0.2)
+        for launcher in launchers:
+            launcher.send_signal(signal.SIGINT)
+        output = "".join(launcher.communicate(timeout=120)[0] for launcher in launchers)
+    finally:
+        for launcher in launchers:
+            launcher.kill()
     (steps,) = re.findall(r"Stopped after (\d+) steps. To go on .*: on every machine torchrun .*--resume runs/", output)
     assert torch.load(run_dir(tmp_path) / "checkpoint.pt", weights_only=True)["global_step"] == int(steps)
 
