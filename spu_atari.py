@@ -60,7 +60,7 @@ class Args:
     lam: float = 1.1  # lambda, the temperature of the target pi_k exp(A / lambda): smaller is greedier
     epsilon: float = 0.02 / 1.3  # disaggregated constraint: a state whose KL exceeds epsilon gives no gradient
     delta: float = 0.02  # aggregated constraint: the epochs end when the mean KL exceeds delta
-    max_epochs: int = 9  # most passes over the batch in an iteration (zeta in Algorithm 1)
+    max_epochs: int = 9  # the most passes over the batch in an iteration (zeta in Algorithm 1)
     # What SPU shares with PPO
     num_envs: int = 8  # games per process
     num_steps: int = 256  # steps per game in an iteration; a process's batch is num_envs x num_steps samples

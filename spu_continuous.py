@@ -54,7 +54,7 @@ class Args:
     lam: float = 1.3  # lambda, the temperature of the target pi_k exp(A / lambda): smaller is greedier
     epsilon: float = 0.03  # disaggregated constraint: a state whose KL exceeds epsilon gives no gradient (paper: 0.05)
     delta: float = 0.02  # aggregated constraint: the epochs end when the mean KL exceeds delta (paper: 0.05 / 1.2)
-    max_epochs: int = 10  # most passes over the batch in an iteration (zeta in Algorithm 1; paper: 30)
+    max_epochs: int = 10  # the most passes over the batch in an iteration (zeta in Algorithm 1; paper: 30)
     # What SPU shares with PPO
     num_envs: int = 1  # environments, stepped in turn
     num_steps: int = 2048  # steps per environment in an iteration; a batch is num_envs x num_steps samples

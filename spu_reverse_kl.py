@@ -55,7 +55,7 @@ class Args:
     max_advantage: float = 2.0  # larger normalised advantages count as this, so that none flattens the other targets
     accept: float = 0.03  # a state whose KL(pi_k || pi_theta) exceeds this gives no policy gradient
     delta: float = 0.02  # the epochs end when the mean of KL(pi_k || pi_theta) exceeds delta
-    max_epochs: int = 10  # most passes over the batch in an iteration
+    max_epochs: int = 10  # the most passes over the batch in an iteration
     # What SPU shares with PPO
     num_envs: int = 1  # environments, stepped in turn
     num_steps: int = 2048  # steps per environment in an iteration; a batch is num_envs x num_steps samples
