@@ -156,14 +156,14 @@ def test_averages_stand_beside_the_papers(made_up):
 
 
 def test_averages_have_an_interval_from_two_seeds_on_and_say_where_spu_was_tuned():
-    scores = {"spu": {"Hopper-v4": {1: 4, 2: 8}, "Ant-v4": {1: 6, 2: 6}}}
-    scores["trpo"] = {"Hopper-v4": {1: 2, 2: 2}, "Ant-v4": {1: 3, 2: 3}}
+    scores = {"spu": {"Hopper-v4": {1: 4, 2: 8}, "Humanoid-v4": {1: 6, 2: 6}}}
+    scores["trpo"] = {"Hopper-v4": {1: 2, 2: 2}, "Humanoid-v4": {1: 3, 2: 3}}
     runs = {
         group: {env: {seed: np.array([[STEP, score]]) for seed, score in seeds.items()} for env, seeds in envs.items()}
         for group, envs in scores.items()
     }
     published = {env: {"spu_over_trpo_pct": 6.0} for env in scores["spu"]}
-    data = report.Data(runs, {}, {"Hopper-v4": 0.0, "Ant-v4": 0.0}, published, {}, [], {})
+    data = report.Data(runs, {}, {"Hopper-v4": 0.0, "Humanoid-v4": 0.0}, published, {}, [], {})
     text = report.averages_table(data)
     assert "| SPU over TRPO | **+150 %** | +100 % to +200 % | +6; of all ten +27 | 2 |" in text
     assert "Swimmer, Walker2d) and elsewhere, SPU is over TRPO +200 % and +100 %." in text
@@ -186,7 +186,7 @@ def test_ablation_compares_the_same_environments_and_seeds(made_up):
 
 def test_interquartile_mean_and_its_interval(made_up):
     rows, footnote = table(made_up, "iqm")
-    assert "SPU less our PPO: -0.17 (-0.23 to -0.10)." in footnote  # a mean of 0.77 to 0.9, less 1
+    assert "SPU less our PPO: -0.17 (-0.23 to -0.10). On seeds 1 and 2 alone: SPU 0.83, our PPO 1.00." in footnote
     assert list(rows["reverse-KL SPU"].values()) == ["0.60", "0.00 to 9.00", "1", "4"]
     assert list(rows["SPU"].values()) == [
         "0.83",
@@ -194,6 +194,14 @@ def test_interquartile_mean_and_its_interval(made_up):
         "2",
         "3",
     ]  # of 0.65, 0.85 and 1; one seed of Walker2d: no interval
+
+
+def test_interquartile_means_of_the_first_two_seeds_leave_out_the_third():
+    curve = {score: np.array([[STEP, score]]) for score in (1.0, 2.0, 6.0)}
+    runs = {"spu": {"Hopper-v4": {1: curve[1], 2: curve[2], 3: curve[6]}}, "ppo": {"Hopper-v4": {1: curve[1]}}}
+    data = report.Data(runs, {}, {"Hopper-v4": 0.0}, {"Hopper-v4": {"spu": 2.0}}, {}, [], {})
+    text = report.iqm_table(data)
+    assert "| SPU | 1.50 | " in text and "On seeds 1 and 2 alone: SPU 0.75, our PPO 0.50." in text
 
 
 def test_steps_until_the_mean_curve_reaches_ppo(made_up):
