@@ -371,7 +371,7 @@ def main():
     rewards, values, final_values = np.zeros((3, *shape), np.float32)
     lost, truncated = np.zeros((2, *shape), bool)
     games = Games(args, seed)
-    stop, at_once = [], (signal.SIGINT, signal.SIG_DFL)
+    stop, at_once = [], (signal.SIGINT, signal.SIG_DFL)  # the first Ctrl-C fills the list, a second ends the process
     said = b"\nStopping after this iteration. (Ctrl-C again stops at once, and loses what is not in a checkpoint.)\n"
     signal.signal(signal.SIGINT, lambda *_: (stop.append(os.write(2, said)), signal.signal(*at_once)))
     launcher = "python" if WORLD == 1 else f"torchrun --standalone --nproc-per-node {WORLD}"

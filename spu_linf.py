@@ -345,7 +345,7 @@ def main():
     terminated, ended = np.ones((2, *shape), bool)  # row -1 has ended: the first step resets all
     episode_return, episode_length = [0.0] * args.num_envs, [0] * args.num_envs
     update = None if args.compile else minibatch_step
-    stop, at_once = [], (signal.SIGINT, signal.SIG_DFL)
+    stop, at_once = [], (signal.SIGINT, signal.SIG_DFL)  # the first Ctrl-C fills the list, a second ends the process
     said = b"\nStopping after this iteration. (Ctrl-C again stops at once, and loses what is not in a checkpoint.)\n"
     signal.signal(signal.SIGINT, lambda *_: (stop.append(os.write(2, said)), signal.signal(*at_once)))
     go_on = f"To go on from the last checkpoint: python {sys.argv[0]} --resume {run_dir}"
