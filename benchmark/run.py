@@ -99,6 +99,22 @@ PLAN = {
     "tune_linf_ratios": ("spu_linf", THREE, [101, 102], SHORT),
     "tune_linf_probabilities": ("spu_linf", THREE, [101, 102], f"{SHORT} --probabilities"),
 }
+# The screening of levers that PROTOCOL.md describes.
+TUNING = ["HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Reacher-v4", "Humanoid-v4"]
+LEVERS = {
+    "base": "",
+    "recompute": "--recompute-advantages",
+    "log_std_05": "--initial-log-std -0.5",
+    "rewards": "--normalize-rewards",
+    "standard_values": "--standard-values",
+    "log_std_1": "--initial-log-std -1",
+    "floor": "--relative-floor",
+    "follow": "--follow-region --no-anneal-lr",
+}
+for lever, flags in LEVERS.items():
+    flags = f"--scale-actions --value-all-epochs {flags}"
+    PLAN[f"tuning/screen_{lever}"] = ("benchmark/screening", TUNING, [101, 102], flags)
+    PLAN[f"tuning/screen_{lever}/more"] = ("benchmark/screening", ["HalfCheetah-v4"], [103, 104], flags)
 # The paper's sensitivity analysis: random vectors from its ranges for delta, epsilon, lambda and the epochs.
 for number, vector in enumerate(np.random.default_rng(0).random((8, 4)), 1):
     delta, epsilon, lam, epochs = np.array([0.05, 0.01, 1.0, 5]) + vector * [0.02, 0.06, 0.2, 26]
@@ -124,7 +140,7 @@ def left(groups):
 
 
 def result(group, env, seed):
-    return RESULTS / group / f"{env}__{seed}.csv"
+    return RESULTS / group.removesuffix("/more") / f"{env}__{seed}.csv"
 
 
 def command(group, env, seed):
