@@ -110,6 +110,8 @@ LEVERS = {
     "log_std_1": "--initial-log-std -1",
     "floor": "--relative-floor",
     "follow": "--follow-region --no-anneal-lr",
+    "combined_rewards": "--initial-log-std -1 --normalize-rewards --relative-floor",
+    "combined_values": "--initial-log-std -1 --standard-values --relative-floor",
 }
 for lever, flags in LEVERS.items():
     flags = f"--scale-actions --value-all-epochs {flags}"
