@@ -46,6 +46,9 @@ JOBS = {
     "pong_spu_minibatch_512": ("Pong", 101, "--minibatch-size 512"),
     "breakout_spu_delta_02": ("Breakout", 101, REGION_02),
     "breakout_ppo_anneal": ("Breakout", 101, ANNEAL),
+    "pong_ppo_minibatch_512": ("Pong", 101, "--algorithm ppo --minibatch-size 512"),
+    "pong_ppo_clip_02": ("Pong", 101, "--algorithm ppo --clip 0.2"),
+    "pong_ppo_delta_02": ("Pong", 101, f"--algorithm ppo {REGION_02}"),
 }
 
 
@@ -144,7 +147,9 @@ def write_results(name, run_dir):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help=f"of {', '.join(JOBS)}")
     parser.add_argument("--partial", action="store_true", help="write what there is, run nothing")
     args = parser.parse_args()

@@ -170,8 +170,13 @@ def rom(env_id):
     names = {name.replace("_", ""): name for name in ale_py.roms.get_all_rom_ids()}
     spelt = re.sub(r"^ALE/|(NoFrameskip|Deterministic)?-v\d+$", "", env_id).lower().replace("_", "")
     if spelt not in names:
-        near = [names[name].title().replace("_", "") for name in difflib.get_close_matches(spelt, names)]
-        refuse(f"{env_id} is no Atari game that ale-py has{': did you mean ' + ' or '.join(near) if near else ''}.")
+        near = [
+            names[name].title().replace("_", "") for name in difflib.get_close_matches(spelt, names)
+        ]
+        refuse(
+            f"{env_id} is no Atari game that ale-py has"
+            f"{': did you mean ' + ' or '.join(near) if near else ''}."
+        )
     return names[spelt]
 
 
@@ -181,11 +186,18 @@ def make_env(args, seed, draw=False):
     try:
         game = f"ALE/{rom(args.env_id).title().replace('_', '')}-v5"
         sticky = {"repeat_action_probability": args.repeat_action_probability}
-        env = gym.make(game, frameskip=1, **sticky, **({"render_mode": "rgb_array"} if draw else {}))
-        env = gym.wrappers.FrameStackObservation(gym.wrappers.AtariPreprocessing(env), 4, padding_type="zero")
+        env = gym.make(
+            game, frameskip=1, **sticky, **({"render_mode": "rgb_array"} if draw else {})
+        )
+        env = gym.wrappers.FrameStackObservation(
+            gym.wrappers.AtariPreprocessing(env), 4, padding_type="zero"
+        )
         env.reset(seed=seed)
     except Exception as error:
-        refuse(f"{args.env_id} cannot be {('made', 'drawn')[draw]}: {' '.join(str(error).split()) or repr(error)}")
+        refuse(
+            f"{args.env_id} cannot be {('made', 'drawn')[draw]}: "
+            f"{' '.join(str(error).split()) or repr(error)}"
+        )
     return env
 
 
@@ -212,7 +224,9 @@ class Games:
         self.scores, self.lengths = self.scores + rewards, self.lengths + 1
         # A new game has begun; the number of lives need not tell
         over = info["episode_frame_number"] < self.frames
-        finished = [(int(i), float(self.scores[i]), int(self.lengths[i])) for i in np.flatnonzero(over)]
+        finished = [
+            (int(i), float(self.scores[i]), int(self.lengths[i])) for i in np.flatnonzero(over)
+        ]
         self.frames = info["episode_frame_number"]
         self.scores, self.lengths = self.scores * ~over, self.lengths * ~over
         return rewards, lost, truncated, info.get("final_obs"), finished
@@ -332,7 +346,9 @@ def join_processes(attempt):
     not look there."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store, rank, world = next(dist.rendezvous("env://"))
-    dist.init_process_group(backend, store=dist.PrefixStore(attempt, store), rank=rank, world_size=world)
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(attempt, store), rank=rank, world_size=world
+    )
 
 
 def minibatch_step(params, adam, rate, agent, batch, args):
@@ -401,14 +417,19 @@ def load(path):
         assert data["script"] == SCRIPT
         return data, Args(**data["args"])
     except Exception:
-        refuse(f"{path} is not of a run of {SCRIPT}.py: give --resume a run folder, or --evaluate an agent.pt in one.")
+        refuse(
+            f"{path} is not of a run of {SCRIPT}.py: give --resume a run folder, or --evaluate an "
+            "agent.pt in one."
+        )
 
 
 def main():
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
     typed = [word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")]
     given = {word.replace("_", "-") for word in typed}
-    warnings.filterwarnings("ignore", message=".*(is out of date|render_modes|pickle protocol|Overwriting).*")
+    warnings.filterwarnings(
+        "ignore", message=".*(is out of date|render_modes|pickle protocol|Overwriting).*"
+    )
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     gym.register_envs(ale_py)
     keep_memory()
@@ -419,17 +440,23 @@ def main():
     now = time.strftime("%Y%m%d-%H%M%S")
     run_dir = Path("runs") / f"{name}{now}-{launch}"
     if args.resume is not None and (extra := given - {"--resume", "--total-timesteps"}):
-        refuse(f"--resume takes its options from the checkpoint: leave out {' '.join(sorted(extra))}.")
+        refuse(
+            f"--resume takes its options from the checkpoint: leave out {' '.join(sorted(extra))}."
+        )
     restarts = os.getenv("TORCHELASTIC_RESTART_COUNT", "0")
     # torchrun starts us again after a crash: find our folder
     if restarts != "0" and args.resume is None:
         folders = sorted(path.parent for path in Path("runs").glob("*/checkpoint.pt"))
-        folders = [str(f) for f in folders if f.name.startswith(name) and f.name.endswith(f"-{launch}")]
+        folders = [
+            str(f) for f in folders if f.name.startswith(name) and f.name.endswith(f"-{launch}")
+        ]
         args.resume = folders[-1] if folders else None
     if args.resume is not None and RANK == 0:
         run_dir, total_timesteps = Path(args.resume), args.total_timesteps
         saved, args = load(run_dir / "checkpoint.pt")
-        args.total_timesteps = total_timesteps if "--total-timesteps" in given else args.total_timesteps
+        args.total_timesteps = (
+            total_timesteps if "--total-timesteps" in given else args.total_timesteps
+        )
     elif args.evaluate is not None:
         saved, trained = load(args.evaluate)
         args.env_id = args.env_id if "--env-id" in given else trained.env_id
@@ -456,7 +483,11 @@ def main():
     if args.evaluate is not None:
         if WORLD > 1:
             refuse("--evaluate needs one process: start it with python, not with torchrun.")
-        video = Path(args.evaluate).parent / "videos" / f"evaluation-{now}-{launch}" if args.capture_video else None
+        video = (
+            Path(args.evaluate).parent / "videos" / f"evaluation-{now}-{launch}"
+            if args.capture_video
+            else None
+        )
         return print(f"{args.env_id}: {play(agent, args, args.eval_episodes, video)}")
     # The agent's own memory, updated in place
     params = {name: p.detach() for name, p in agent.named_parameters()}
@@ -466,7 +497,10 @@ def main():
     if saved:
         iteration = saved["global_step"] // (batch_size * WORLD)
         if iteration >= num_iterations:
-            refuse(f"{run_dir} has done {saved['global_step']} steps: to go on, give a larger --total-timesteps.")
+            refuse(
+                f"{run_dir} has done {saved['global_step']} steps: to go on, give a larger "
+                "--total-timesteps."
+            )
         adam = {name: tensor.to(device) for name, tensor in saved["adam"].items()}
         last_returns, rate_factor = saved["last_returns"], saved["rate_factor"]
     # The games' random state cannot be saved, so a resumed run draws anew, from seeds that no other
@@ -474,8 +508,12 @@ def main():
     seed = args.seed + 10000 * RANK + iteration
     torch.manual_seed(seed)
     if RANK == 0:
-        writer = SummaryWriter(str(run_dir), purge_step=iteration * batch_size * WORLD + 1 if saved else None)
-        text = "\n".join(f"    {key}: {value}" for key, value in (vars(args) | {"processes": WORLD}).items())
+        writer = SummaryWriter(
+            str(run_dir), purge_step=iteration * batch_size * WORLD + 1 if saved else None
+        )
+        text = "\n".join(
+            f"    {key}: {value}" for key, value in (vars(args) | {"processes": WORLD}).items()
+        )
         writer.add_text("hyperparameters", text, iteration)
     if args.track and RANK == 0:
         import wandb
@@ -512,7 +550,9 @@ def main():
     stop, at_once = [], (signal.SIGINT, signal.SIG_DFL)
     said = b"\nStopping after this iteration. "
     said += b"(Ctrl-C again stops at once, and loses what is not in a checkpoint.)\n"
-    signal.signal(signal.SIGINT, lambda *_: (stop.append(os.write(2, said)), signal.signal(*at_once)))
+    signal.signal(
+        signal.SIGINT, lambda *_: (stop.append(os.write(2, said)), signal.signal(*at_once))
+    )
     launcher = "python" if WORLD == 1 else f"torchrun --standalone --nproc-per-node {WORLD}"
     if int(os.getenv("LOCAL_WORLD_SIZE", "1")) < WORLD:
         launcher = "on every machine torchrun with the options it had,"
@@ -545,18 +585,26 @@ def main():
             with torch.no_grad():
                 old_log_probs[t], value = (x.cpu() for x in agent(obs[t].to(device)))
             values[t], actions[t] = value, old_log_probs[t].exp().multinomial(1).squeeze(-1)
-            reward, lost[t], truncated[t], final_obs, finished_games = games.step(actions[t].numpy())
+            reward, lost[t], truncated[t], final_obs, finished_games = games.step(
+                actions[t].numpy()
+            )
             rewards[t] = np.sign(reward)
             if truncated[t].any():  # a time limit is not death
                 with torch.no_grad():
                     final_values[t] = agent(torch.from_numpy(final_obs).to(device))[1].cpu()
             for i, score, length in finished_games:
-                episodes.append((global_step + (t * args.num_envs + i) * WORLD + RANK + 1, score, length))
+                episodes.append(
+                    (global_step + (t * args.num_envs + i) * WORLD + RANK + 1, score, length)
+                )
         # ---- Advantages, normalised over all processes
         with torch.no_grad():
-            next_values = np.concatenate([values[1:], agent(torch.from_numpy(games.obs).to(device))[1][None].cpu()])
+            next_values = np.concatenate(
+                [values[1:], agent(torch.from_numpy(games.obs).to(device))[1][None].cpu()]
+            )
         next_values = np.where(truncated, final_values, next_values)
-        advantages = gae(rewards, values, next_values, lost, lost | truncated, args.gamma, args.gae_lambda)
+        advantages = gae(
+            rewards, values, next_values, lost, lost | truncated, args.gamma, args.gae_lambda
+        )
         value_targets = advantages + values  # TD(lambda) returns
         (mean,) = average(torch.tensor(advantages.mean()))
         (var,) = average(torch.tensor(((advantages - mean.item()) ** 2).mean()))
@@ -575,11 +623,14 @@ def main():
             for epochs_used in range(1, args.max_epochs + 1):
                 order = torch.randperm(batch_size).unfold(0, minibatch_size, minibatch_size)
                 parts = [
-                    minibatch_step(params, adam, rate, agent, [x[i] for x in batch], args) for i in order.to(device)
+                    minibatch_step(params, adam, rate, agent, [x[i] for x in batch], args)
+                    for i in order.to(device)
                 ]
                 # The KL of each state as the epoch met it: measuring all of them after it would
                 # take half as long again
-                policy_loss, value_loss, entropy, accepted, kl, _ = torch.stack(parts).mean(0).tolist()
+                policy_loss, value_loss, entropy, accepted, kl, _ = (
+                    torch.stack(parts).mean(0).tolist()
+                )
                 if kl > largest_kl:
                     break
         if not math.isfinite(policy_loss + value_loss + kl + sum(p.sum() for p in params.values())):
@@ -616,13 +667,17 @@ def main():
             "spu/epochs_used": epochs_used,
         }
         log(scalars, global_step)
-        bar.set_postfix_str(f"return {np.mean(last_returns or math.nan):.1f}, KL {kl:.4f}, {epochs_used} epochs")
+        bar.set_postfix_str(
+            f"return {np.mean(last_returns or math.nan):.1f}, KL {kl:.4f}, {epochs_used} epochs"
+        )
         bar.update(batch_size * WORLD)
         if args.capture_video and 10 * iteration % num_iterations < 10:  # another tenth is done
             video = run_dir / "videos" / f"step-{global_step}"
             play(agent, args, 1, video)
             if args.track:
-                wandb.log({"video": wandb.Video(f"{video}-episode-0.mp4"), "global_step": global_step})
+                wandb.log(
+                    {"video": wandb.Video(f"{video}-episode-0.mp4"), "global_step": global_step}
+                )
     bar.close()
     if WORLD > 1:
         dist.destroy_process_group()
@@ -632,7 +687,10 @@ def main():
         print(f"Stopped after {global_step} steps. {go_on}")
         sys.exit(130)
     print(f"{args.env_id} after {global_step} steps: {play(agent, args, args.eval_episodes)}")
-    print(f"It is all in {run_dir}/; to watch it: python {sys.argv[0]} --evaluate {run_dir}/agent.pt --capture-video")
+    print(
+        f"It is all in {run_dir}/; to watch it: python {sys.argv[0]} --evaluate {run_dir}/agent.pt "
+        "--capture-video"
+    )
 
 
 if __name__ == "__main__":
