@@ -1,6 +1,6 @@
-"""A short GIF of a trained agent, for the README: film it with --evaluate, then
+"""A short GIF of a trained agent, for the README: film it with --evaluate and --capture-video, then
 
-python benchmark/animation.py runs/RUN/videos/evaluation-…-episode-0.mp4 benchmark/results/halfcheetah.gif
+python benchmark/animation.py runs/RUN/video-…/rl-video-episode-0.mp4 halfcheetah.gif
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,10 @@ def main():
     first, last = round(args.start * fps), round((args.start + args.seconds) * fps)
     frames = [Image.fromarray(frame) for i, frame in enumerate(reader) if first <= i < last]
     frames = [frame.crop((0, round(args.sky * frame.height), *frame.size)) for frame in frames]
-    frames = [frame.resize((args.width, round(args.width * frame.height / frame.width))) for frame in frames]
-    frames = [frame.quantize(64) for frame in frames]
-    frames[0].save(args.gif, save_all=True, append_images=frames[1:], duration=1000 / fps, loop=0, optimize=True)
+    size = (args.width, round(args.width * frames[0].height / frames[0].width))
+    frames = [frame.resize(size).quantize(64) for frame in frames]
+    options = {"duration": 1000 / fps, "loop": 0, "optimize": True}
+    frames[0].save(args.gif, save_all=True, append_images=frames[1:], **options)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,26 @@
-"""One training run of Stable-Baselines3 PPO or sb3-contrib TRPO, with the paper's settings, as a peer to compare with.
+"""One training run of Stable-Baselines3 PPO or sb3-contrib TRPO, near to the paper's settings.
 
     pip install -r benchmark/requirements.txt
-    python benchmark/peers.py --algorithm ppo --env-id Hopper-v4        # to benchmark/results/sb3_ppo/Hopper-v4__1.csv
-    python benchmark/peers.py --algorithm trpo --env-id Hopper-v4 --seed 2 --total-timesteps 3000000 --output FILE.csv
+    python benchmark/peers.py --algorithm ppo --env-id Hopper-v4        # into benchmark/results/
+    python benchmark/peers.py --algorithm trpo --env-id Hopper-v4 --seed 2 --output FILE.csv
 
-The CSV is like those of run.py: after every 2048 steps, the mean return of the last 100 finished episodes. Both have
-two separate 64-64 tanh networks, 2048 steps per iteration, gamma 0.99, GAE lambda 0.95 and normalised observations, and
-rewards as they are. Both libraries clip actions to the action space and bootstrap at time limits.
+The CSV is like those of run.py: after every 2048 steps, the mean return of the last 100 finished
+episodes. Both have two separate 64-64 tanh networks, 2048 steps per iteration, gamma 0.99, GAE
+lambda 0.95 and normalised observations, and rewards as they are. Both libraries clip actions to the
+action space and bootstrap at time limits.
 
-  PPO   10 epochs of minibatches of 64, clip 0.2, step size 3e-4 annealed to 0, no entropy bonus. The rest is the
-        library's default: value coefficient 0.5, gradient norm at most 0.5, advantages normalised per minibatch.
-  TRPO  KL at most 0.01, 10 conjugate gradient steps, damping 0.1, and 5 epochs of minibatches of 64 with step size
-        1e-3 for the value network. These are the values of OpenAI baselines, whose TRPO the paper ran. It had
-        1024 steps per iteration and GAE lambda 0.98; here both are what all the other algorithms have.
+  PPO   10 epochs of minibatches of 64, clip 0.2, step size 3e-4 annealed to 0, no entropy bonus.
+        The rest is the library's default: value coefficient 0.5, gradient norm at most 0.5,
+        advantages normalised per minibatch.
+  TRPO  KL at most 0.01, 10 conjugate gradient steps, damping 0.1, and 5 epochs of minibatches of 64
+        with step size 1e-3 for the value network. These are the values of OpenAI baselines, whose
+        TRPO the paper ran. It had 1024 steps per iteration and GAE lambda 0.98; here both are what
+        all the other algorithms have.
 
-An Atari game by its short name (--algorithm ppo --env-id Pong) is played with CnnPolicy, 8 games x 256 steps,
-minibatches of 512 and step size 1e-4 annealed to 0 as in spu_atari.py, and for the rest as baselines' PPO played Atari:
-4 epochs, clip 0.2, entropy bonus 0.01, clipped rewards, a lost life as an end. The return is the true score of a game.
+An Atari game by its short name (--algorithm ppo --env-id Pong) is played with CnnPolicy, 8 games x
+256 steps, minibatches of 512 and step size 1e-4 annealed to 0, and for the rest as baselines' PPO
+played Atari: 4 epochs, clip 0.2, entropy bonus 0.01, clipped rewards, a lost life as an end. The
+return is the true score of a game.
 """
 
 import csv
@@ -48,7 +52,7 @@ class Args:
     env_id: str = "Hopper-v4"  # a gymnasium environment whose observations are vectors
     seed: int = 1  # of the network, the action noise, the minibatches and the environment
     total_timesteps: int = 1_000_000  # environment steps to train for, in whole iterations of 2048
-    output: Path | None = None  # the CSV; by default where report.py looks for it, under benchmark/results/
+    output: Path | None = None  # the CSV; by default under benchmark/results/, for report.py
 
 
 def refuse(sentence):  # bad input
@@ -57,7 +61,7 @@ def refuse(sentence):  # bad input
 
 
 def train(args):
-    """The learning curve as rows (step, mean return of the last 100 episodes), and the number of episodes."""
+    """Rows (step, mean return of the last 100 episodes), and the number of episodes."""
     try:
         from sb3_contrib import TRPO
         from stable_baselines3 import PPO
@@ -73,23 +77,30 @@ def train(args):
     try:
         if atari:
             gym.register_envs(ale_py)
-            envs = VecFrameStack(make_atari_env(f"{args.env_id}NoFrameskip-v4", n_envs=8, seed=args.seed), 4)
+            game = f"{args.env_id}NoFrameskip-v4"
+            envs = VecFrameStack(make_atari_env(game, n_envs=8, seed=args.seed), 4)
         else:
-            envs = DummyVecEnv([lambda: Monitor(gym.make(args.env_id))])  # Monitor keeps an episode's true return
+            # Monitor keeps an episode's true return.
+            envs = DummyVecEnv([lambda: Monitor(gym.make(args.env_id))])
     except Exception as error:
         refuse(f"{args.env_id} cannot be made: {' '.join(str(error).split())}")
     if not atari and len(envs.observation_space.shape or ()) != 1:
-        refuse(f"{args.env_id} has {envs.observation_space} observations: only vectors are compared here.")
-    steps, rows, returns = args.total_timesteps // STEPS * STEPS, [], []
+        refuse(f"{args.env_id} has {envs.observation_space} observations: only vectors will do.")
+    steps = args.total_timesteps // STEPS * STEPS
+    rows = []
+    returns = []
     options = {"gamma": 0.99, "gae_lambda": 0.95, "seed": args.seed, "device": "cpu"}
     if atari:
-        options |= {"n_steps": STEPS // 8, "batch_size": 512, "n_epochs": 4, "clip_range": 0.2, "ent_coef": 0.01}
+        options |= {"n_steps": STEPS // 8, "batch_size": 512, "n_epochs": 4}
+        options |= {"clip_range": 0.2, "ent_coef": 0.01}
         model = PPO("CnnPolicy", envs, learning_rate=lambda left: 1e-4 * left, **options)
     else:
         options |= {"n_steps": STEPS, "batch_size": 64}
-        options |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "activation_fn": torch.nn.Tanh}}
+        networks = {"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "activation_fn": torch.nn.Tanh}
+        options |= {"policy_kwargs": networks}
         if args.algorithm == "ppo":
-            options |= {"learning_rate": lambda left: 3e-4 * left, "n_epochs": 10, "clip_range": 0.2, "ent_coef": 0.0}
+            options |= {"learning_rate": lambda left: 3e-4 * left, "n_epochs": 10}
+            options |= {"clip_range": 0.2, "ent_coef": 0.0}
         else:
             options |= {"learning_rate": 1e-3, "n_critic_updates": 5}
             options |= {"target_kl": 0.01, "cg_max_steps": 10, "cg_damping": 0.1}
@@ -99,7 +110,8 @@ def train(args):
 
         class Curve(BaseCallback):
             def _on_step(self):
-                returns.extend(info["episode"]["r"] for info in self.locals["infos"] if "episode" in info)
+                infos = self.locals["infos"]
+                returns.extend(info["episode"]["r"] for info in infos if "episode" in info)
                 return True
 
             def _on_rollout_end(self):
@@ -114,12 +126,13 @@ def train(args):
 
 def main():
     args = tyro.cli(Args, description=__doc__)
-    warnings.filterwarnings("ignore", message=".*(is out of date|render_modes|pickle protocol|Overwriting).*")
-    mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text, file=sys.stderr))
+    noise = "is out of date|render_modes|pickle protocol|Overwriting"
+    warnings.filterwarnings("ignore", message=f".*({noise}).*")
+    mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text))
     if "-v" in args.env_id:
         torch.set_num_threads(1)  # networks this small gain nothing from more
     if args.total_timesteps < STEPS:
-        refuse(f"--total-timesteps must be at least one iteration, {STEPS}; it is {args.total_timesteps}.")
+        refuse(f"--total-timesteps must be at least {STEPS}; it is {args.total_timesteps}.")
     if not 0 <= args.seed < 2**31:
         refuse(f"--seed must be between 0 and 2147483647; it is {args.seed}.")
     group = {"ppo": "sb3_ppo", "trpo": "trpo"}[args.algorithm]
@@ -129,10 +142,10 @@ def main():
     names = ("torch", "gymnasium", "mujoco", "numpy", "stable_baselines3", "sb3_contrib")
     options = {"algorithm": args.algorithm, "env-id": args.env_id, "seed": args.seed}
     options |= {"total-timesteps": args.total_timesteps}
-    command = shlex.join(word for name, value in options.items() for word in (f"--{name}", str(value)))
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.tmp", "w", newline="") as file:
-        file.write(f"# command: python benchmark/peers.py {command}\n")
+        file.write(f"# command: python benchmark/peers.py {shlex.join(words)}\n")
         file.write(f"# versions: {', '.join(f'{name} {version(name)}' for name in names)}\n")
         file.write(f"# seconds: {time.time() - start:.0f}, episodes: {episodes}\n")
         csv.writer(file, lineterminator="\n").writerows([["step", "return"], *rows])

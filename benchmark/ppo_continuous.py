@@ -1,27 +1,29 @@
-"""Clipped PPO inside spu_continuous.py: a controlled comparison, in which only the update differs.
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#   "torch==2.13.0", "gymnasium==1.4.0", "mujoco==4.0.0", "numpy==2.4.6", "tyro==1.0.16",
+#   "tensorboard==2.21.0", "tqdm==4.70.1", "wandb==0.31.0", "imageio==2.38.1", "moviepy==2.2.1",
+# ]
+# ///
+"""PPO in the same program as spu_continuous.py, for a comparison in which only the update differs.
 
-PPO (Schulman et al., 2017) has no target policy. It raises mean_i min(ratio_i A_i, clip(ratio_i, 1 - c, 1 + c) A_i),
-ratio = pi_theta(a|s) / pi_k(a|s), over a fixed number of epochs: a sample whose ratio has left [1 - c, 1 + c] in the
-direction of its advantage gives no gradient. Rollout, networks, normaliser, GAE, value loss, Adam and schedule are
-SPU's, so `diff spu_continuous.py benchmark/ppo_continuous.py` is what SPU changes.
+Schulman et al., 2017: https://arxiv.org/abs/1707.06347. PPO has no target policy. It raises
+    mean of  min(ratio A, clip(ratio, 1 - c, 1 + c) A),   ratio = pi_theta(a|s) / pi_k(a|s)
+so that a sample whose ratio has left [1 - c, 1 + c] in the direction of its advantage gives no
+gradient. Many programs also end the policy's epochs at a target KL: --target-kl does that.
+`diff spu_continuous.py benchmark/ppo_continuous.py` shows all that differs.
 
     python benchmark/ppo_continuous.py --env-id HalfCheetah-v4
+    python benchmark/ppo_continuous.py --env-id HalfCheetah-v4 --target-kl 0.02
 """
 
-import copy
 import math
 import os
-import signal
+import shlex
 import sys
 import time
-import warnings
-from ctypes.util import find_library
-from dataclasses import dataclass
-from importlib.util import find_spec
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-
-if not (os.getenv("DISPLAY") or os.getenv("WAYLAND_DISPLAY")) and sys.platform == "linux" and find_library("EGL"):
-    os.environ.setdefault("MUJOCO_GL", "egl")  # draws videos without a screen; read when mujoco is imported
 
 import gymnasium as gym
 import mujoco
@@ -38,382 +40,526 @@ SCRIPT = Path(__file__).stem
 @dataclass
 class Args:
     env_id: str = "HalfCheetah-v4"  # a gymnasium environment with continuous (Box) actions
-    exp_name: str = SCRIPT  # part of the run folder's name
-    seed: int = 1  # of the network, the action noise, the minibatches and (plus its index) each environment
-    total_timesteps: int = 1_000_000  # environment steps to train for, in whole batches
+    seed: int = 1  # of the environment, the networks, the noise and the minibatches
+    total_timesteps: int = 1_000_000  # environment steps, in whole batches
     # The algorithm
-    clip: float = 0.2  # the ratio may move this far from 1 before a sample gives no gradient
-    max_epochs: int = 10  # passes over the batch in an iteration
+    clip: float = 0.2  # a ratio this far from 1, in its advantage's direction, gives no gradient
+    target_kl: float = math.inf  # the policy's epochs end when the mean KL exceeds it (inf: never)
+    max_epochs: int = 10  # the most passes over a batch
     # What SPU shares with PPO
-    num_envs: int = 1  # environments, stepped in turn
-    num_steps: int = 2048  # steps per environment in an iteration; a batch is num_envs x num_steps samples
-    minibatch_size: int = 64  # samples per gradient step; a smaller remainder is dropped
+    num_steps: int = 2048  # environment steps in a batch
+    minibatch_size: int = 64  # samples per gradient step; a smaller rest of the batch is left out
     learning_rate: float = 3e-4  # Adam's step size
-    anneal_lr: bool = True  # lower the step size linearly to 0 over the run
+    anneal_lr: bool = True  # lower it linearly to 0 over the run
     gamma: float = 0.99  # discount factor
-    gae_lambda: float = 0.95  # lambda of generalised advantage estimation and of the TD(lambda) value targets
-    # Where the paper's code and today's practice differ
-    bootstrap_truncation: bool = True  # a time limit is not death: add the value of what it cut off (not in the paper)
-    normalize_rewards: bool = False  # divide rewards by the std of the discounted return, then clip them at 10
-    clip_actions: bool = False  # clip actions to the action space before the environment sees them
-    orthogonal_init: bool = False  # orthogonal initial weights instead of the paper's code's Gaussian ones
-    # The machine, the record, and what to do
-    compile: bool = True  # compile the minibatch step: half a minute once, then several times the speed
-    cuda: bool = False  # update on the GPU; networks this small are usually faster on the CPU
-    track: bool = False  # log to Weights & Biases too (offline with WANDB_MODE=offline)
-    wandb_project_name: str = "spu"  # Weights & Biases project
-    wandb_entity: str | None = None  # Weights & Biases team or user
-    capture_video: bool = False  # film an episode at every tenth of the training, or the first of --evaluate
-    checkpoint_every: int = 10  # iterations between checkpoints
-    resume: str | None = None  # a run folder to go on from, with its options; only --total-timesteps may be given too
-    evaluate: str | None = None  # an agent.pt to replay with the mean action instead of training
-    eval_episodes: int = 10  # episodes of the evaluation, at the end of training or of --evaluate
+    gae_lambda: float = 0.95  # lambda of the advantage estimates and of the value targets
+    initial_log_std: float = -1.0  # log of the policy's first standard deviation (paper: 0)
+    scale_actions: bool = True  # the policy's -1 to 1 is the action space's low to high (paper: no)
+    clip_actions: bool = False  # clip actions to the action space, if the environment insists
+    bootstrap_truncation: bool = True  # a time limit is no end: add the value there (paper: no)
+    # The machine and the record
+    compile: bool = True  # compile the gradient step: some seconds, then training is 3x as fast
+    track: bool = False  # log to Weights & Biases too (WANDB_PROJECT, WANDB_MODE=offline, ...)
+    capture_video: bool = False  # film the first episode of the evaluation
+    eval_episodes: int = 10  # played with the mean action, after training or by --evaluate
+    resume: str | None = None  # a run folder to go on from, with its options
+    evaluate: str | None = None  # the agent.pt of a run, to play instead of training
 
 
-def refuse(sentence):  # bad input: one sentence, no traceback
-    print(f"{SCRIPT}.py: {sentence}", file=sys.stderr)
-    sys.exit(2)
-
-
-def check(args):
-    """Refuse what cannot work, before anything is written."""
-    batch = args.num_envs * args.num_steps
-    rules = [
-        ("num_envs num_steps max_epochs checkpoint_every eval_episodes", lambda x: x >= 1, "at least 1"),
-        ("clip learning_rate", lambda x: 0 < x < math.inf, "a positive, finite number"),
-        ("gamma gae_lambda", lambda x: 0 <= x <= 1, "between 0 and 1"),
-        ("seed", lambda x: 0 <= x < 2**31, "between 0 and 2147483647"),
-        ("minibatch_size", lambda x: 1 <= x <= batch, f"between 1 and the batch (num_envs x num_steps = {batch})"),
-        ("total_timesteps", lambda x: x >= batch, f"at least one batch (num_envs x num_steps = {batch})"),
-        ("cuda", lambda x: not x or torch.cuda.is_available(), "left out: torch sees no GPU here"),
-        ("track", lambda x: not x or find_spec("wandb"), "left out, or wandb installed: `pip install wandb`"),
-        ("capture_video", lambda x: not x or find_spec("moviepy"), "left out, or moviepy installed"),
-    ]
-    for names, holds, wanted in rules:
-        for name in (name for name in names.split() if not holds(getattr(args, name))):
-            refuse(f"--{name.replace('_', '-')} must be {wanted}; it is {getattr(args, name)}.")
-
-
-def make_env(args, seed, draw=False):
-    """A seeded environment whose observations are vectors; refuse what this script cannot train on."""
-    try:
-        env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if draw else {}))
-        env.reset(seed=seed)
-        if draw:
-            if renderer := getattr(env.unwrapped, "mujoco_renderer", None):  # follow what would leave the picture
-                renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
-            assert env.render() is not None, "it draws nothing"  # fail now, and not in the middle of the training
-    except Exception as error:
-        refuse(f"{args.env_id} cannot be {('made', 'drawn')[draw]}: {' '.join(str(error).split()) or repr(error)}")
-    if not isinstance(env.action_space, gym.spaces.Box) or env.action_space.dtype.kind != "f":
-        refuse(f"{args.env_id} has {env.action_space} actions: this script needs continuous ones, a Box of floats.")
-    if not env.observation_space.is_np_flattenable:
-        refuse(f"{args.env_id} has {env.observation_space} observations: wrap them so that they flatten to a vector.")
-    env = gym.wrappers.ClipAction(env) if args.clip_actions else env
-    return env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
-
-
-def update_moments(moments, x):
-    """Mean, variance and count of everything seen so far, one row each, with the samples x of shape (n, size) added."""
-    (mean, var, count), n = moments, len(x)
-    shift, total = x.mean(0) - mean, count + n
-    var = (count * var + n * x.var(0, correction=0) + shift**2 * count * n / total) / total
-    return torch.stack([mean + shift * n / total, var, total])
-
-
-def network(inputs, outputs, head_gain, orthogonal):
-    """64-64 tanh (repeated in `Agent.actor`). By default, as in the paper's code, a unit's weights have norm `gain`."""
-    layers = [nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)]
-    for linear in layers[::2]:
-        gain = head_gain if linear is layers[-1] else math.sqrt(2) if orthogonal else 1.0
-        gaussian = gain * nn.functional.normalize(torch.randn_like(linear.weight), dim=1)
-        linear.weight.data = nn.init.orthogonal_(linear.weight.data, gain) if orthogonal else gaussian
-        nn.init.zeros_(linear.bias)
-    return nn.Sequential(*layers)
-
-
-class Agent(nn.Module):
-    """A Gaussian policy and a value function, two separate networks, and the normaliser of their observations."""
-
-    def __init__(self, obs_size, action_size, orthogonal=False):
-        super().__init__()
-        self.policy = network(obs_size, action_size, 0.01, orthogonal)  # the mean, near zero at first
-        self.log_std = nn.Parameter(torch.zeros(action_size))  # the same in every state
-        self.value = network(obs_size, 1, 1.0, orthogonal)
-        start = torch.tensor([[0.0], [1.0], [0.0]], dtype=torch.float64)  # buffers are saved with the weights
-        self.register_buffer("obs_moments", start.repeat(1, obs_size))
-        self.register_buffer("return_moments", start)  # for --normalize-rewards
-
-    def forward(self, obs):  # normalised observations
-        return self.policy(obs), self.log_std, self.value(obs).squeeze(-1)
-
-    def normalizer(self):
-        """A function from raw observations to network inputs, as the moments stand now."""
-        mean, var, _ = self.obs_moments.cpu().numpy()
-        std = np.sqrt(np.maximum(var, 0.01))  # this floor and the clipping below are the paper's code's
-        return lambda obs: ((obs - mean) / std).clip(-5, 5).astype(np.float32)
-
-    def actor(self, normalized=False):
-        """The policy's mean from raw (or normalised) observations: `network` again, in numpy, which is far quicker."""
-        normalize = (lambda obs: obs) if normalized else self.normalizer()
-        (w1, b1), (w2, b2), (w3, b3) = [[p.detach().cpu().numpy().T for p in m.parameters()] for m in self.policy[::2]]
-        return lambda obs: np.tanh(np.tanh(normalize(obs) @ w1 + b1) @ w2 + b2) @ w3 + b3
+# ------------------------------------------------------------------- The algorithm
 
 
 def gaussian_log_prob(actions, mean, log_std):
-    return (-0.5 * ((actions - mean) / log_std.exp()) ** 2 - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+    distance = (actions - mean) / log_std.exp()
+    return (-0.5 * distance**2 - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
 
 
 def gaussian_kl(mean, log_std, old_mean, old_log_std):
-    """KL(pi_theta || pi_k) in each state, exact for diagonal Gaussians."""
-    log_ratio, shift = log_std - old_log_std, (mean - old_mean) / old_log_std.exp()
+    """KL(first || second) in each state, exact for Gaussians with independent components."""
+    log_ratio = log_std - old_log_std
+    shift = (mean - old_mean) / old_log_std.exp()
     return (0.5 * ((2 * log_ratio).exp() + shift**2 - 1) - log_ratio).sum(-1)
 
 
 def ppo_loss(ratio, advantages, clip):
-    """The clipped surrogate objective, turned round because it is minimised."""
-    return -torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages).mean()
+    """The clipped objective, with a minus because it is minimised."""
+    clipped = ratio.clamp(1 - clip, 1 + clip)
+    return -torch.min(ratio * advantages, clipped * advantages).mean()
 
 
-def gae(rewards, values, next_values, dead, ended, gamma, gae_lambda):
-    """Generalised advantages; all arrays are (num_steps, num_envs). next_values[t] is the value of the observation
-    that step t produced, before any reset; where the episode is dead by then, it counts as 0."""
-    td_errors = rewards + gamma * next_values * ~dead - values
-    advantages, decay, advantage = np.zeros_like(td_errors), gamma * gae_lambda * ~ended, 0.0
+def gae(rewards, values, next_values, terminated, ended, gamma, gae_lambda):
+    """Generalised advantage estimation. next_values[t] is the value of what step t led to, before
+    any reset. After a real end (terminated) nothing follows: there it counts as 0. At a time limit
+    (ended, but not terminated) it stands for the rewards that were cut off."""
+    td_errors = rewards + gamma * np.where(terminated, 0.0, next_values) - values
+    decay = np.where(ended, 0.0, gamma * gae_lambda)
+    advantages = np.zeros_like(td_errors)
+    advantage = 0.0
     for t in reversed(range(len(rewards))):
-        advantages[t] = advantage = td_errors[t] + decay[t] * advantage
+        advantage = td_errors[t] + decay[t] * advantage
+        advantages[t] = advantage
     return advantages
 
 
-def losses(params, agent, batch, old_log_std, args):
-    """The loss on these samples as a function of the parameters (agent is only the architecture), and its two parts."""
-    obs, actions, advantages, value_targets, old_mean = batch
-    mean, log_std, values = torch.func.functional_call(agent, params, (obs,))
-    ratio = (gaussian_log_prob(actions, mean, log_std) - gaussian_log_prob(actions, old_mean, old_log_std)).exp()
-    policy_loss = ppo_loss(ratio, advantages, args.clip)
-    value_loss = ((values - value_targets) ** 2).mean()  # unweighted: no parameter is shared. There is no entropy bonus
-    return policy_loss + value_loss, (policy_loss, value_loss)
+# ------------------------------------------------------------------- The agent
 
 
-def minibatch_step(params, adam, rate, agent, batch, old_log_std, args):
-    """Loss, unclipped gradient, Adam (betas 0.9, 0.999, eps 1e-5) in one graph. Compiled, it keeps its first args."""
-    gradient, _ = torch.func.grad(losses, has_aux=True)(params, agent, batch, old_log_std, args)
-    t = adam["step"].add_(1)
+def forward(params, x, tanh=torch.tanh):
+    """A network with two hidden layers; in torch, or in numpy if tanh is numpy's."""
+    x = tanh(x @ params["w1"] + params["b1"])
+    x = tanh(x @ params["w2"] + params["b2"])
+    return x @ params["w3"] + params["b3"]
+
+
+class Network(nn.Module):
+    """The parameters of `forward`, Adam's two moments of each, and a gradient step on them."""
+
+    def __init__(self, inputs, outputs, head_norm, step, **more):
+        super().__init__()
+        self.step = step
+        self.params = nn.ParameterDict(more)
+        # As in the paper's code, the weights into a unit are at first a random direction.
+        for i, shape in enumerate([(inputs, 64), (64, 64), (64, outputs)], start=1):
+            weight = torch.randn(shape)
+            self.params[f"w{i}"] = weight / weight.norm(dim=0)
+            self.params[f"b{i}"] = torch.zeros(shape[1])
+        self.params["w3"].data *= head_norm
+        self.requires_grad_(False)  # torch.func.grad does without
+        self.register_buffer("steps_done", torch.zeros(()))
+        for name, p in self.params.items():
+            self.register_buffer(f"m_{name}", torch.zeros_like(p))
+            self.register_buffer(f"v_{name}", torch.zeros_like(p))
+
+    def outputs(self, inputs):
+        """For an array of inputs; in numpy, which takes a third of torch's time here."""
+        return forward({name: p.numpy() for name, p in self.params.items()}, inputs, np.tanh)
+
+
+def update_moments(moments, x):
+    """Mean, standard deviation and number of all rows seen, with those of x."""
+    mean, std, count = moments
+    weight = len(x) / (count + len(x))
+    shift = x.mean(0) - mean
+    var = (1 - weight) * std**2 + weight * x.var(0, correction=0) + weight * (1 - weight) * shift**2
+    mean = mean + weight * shift
+    # A floor of 1e-4 of the mean, or of 1: what never changes is not divided by 0.
+    std = torch.maximum(var, 1e-8 * mean.square().clamp(min=1.0)).sqrt()
+    return torch.stack([mean, std, count + len(x)])
+
+
+class Agent(nn.Module):
+    """Policy, value function, and the units in which they see, act and estimate."""
+
+    def __init__(self, obs_size, action_space, initial_log_std=-1.0, scale_actions=True):
+        super().__init__()
+        low = torch.tensor(action_space.low.flatten()).double()
+        high = torch.tensor(action_space.high.flatten()).double()
+        # -1 to 1 is low to high, in each component whose bounds are finite and differ.
+        scaled = low.isfinite() & high.isfinite() & (low < high) & scale_actions
+        self.register_buffer("action_scale", torch.where(scaled, (high - low) / 2, 1.0))
+        self.register_buffer("action_shift", torch.where(scaled, (high + low) / 2, 0.0))
+        # The policy is a Gaussian. The network gives its mean; its spread is the same everywhere.
+        log_std = torch.full((len(low),), initial_log_std)
+        self.policy = Network(obs_size, len(low), 0.01, policy_step, log_std=log_std)
+        self.value = Network(obs_size, 1, 1.0, value_step)
+        # Nothing is seen yet. Values have spread 0: what an untrained network says counts as 0.
+        zeros = torch.zeros(1, obs_size).double()
+        self.register_buffer("obs_moments", torch.cat([zeros, zeros + 1, zeros]))
+        self.register_buffer("value_moments", torch.zeros(3, 1).double())
+
+    def normalize(self, obs):
+        mean, std, _ = self.obs_moments.numpy()
+        return ((obs - mean) / std).clip(-5, 5).astype(np.float32)
+
+    def values(self, inputs):
+        """In units of the rewards. The network's own are standardised, so rewards may have any."""
+        mean, std, _ = self.value_moments.numpy()
+        return self.value.outputs(inputs)[:, 0] * std + mean
+
+
+class Actor:
+    """The policy as it stands, in numpy: on a single observation a call of torch costs more than
+    its arithmetic. An action takes 7 microseconds, in torch 30."""
+
+    def __init__(self, agent, action_space):
+        self.space = action_space
+        self.obs_mean, self.obs_std, _ = agent.obs_moments.numpy()
+        self.scale = agent.action_scale.numpy()
+        self.shift = agent.action_shift.numpy()
+        self.params = {name: p.numpy() for name, p in agent.policy.params.items()}
+
+    def mean(self, obs):
+        inputs = ((obs - self.obs_mean) / self.obs_std).clip(-5, 5).astype(np.float32)
+        return forward(self.params, inputs, np.tanh)
+
+    def to_environment(self, action):
+        action = action * self.scale + self.shift
+        return action.astype(self.space.dtype).reshape(self.space.shape)
+
+
+# ------------------------------------------------------------------- An iteration
+
+
+def collect(env, agent, args, obs, step, writer):
+    """num_steps steps with pi_k. Acting needs no values: `estimate` computes them all at once."""
+    actor = Actor(agent, env.action_space)
+    std = agent.policy.params["log_std"].exp()
+    noise = (std * torch.randn(args.num_steps, len(std))).numpy()
+    batch = []
+    for t in range(args.num_steps):
+        if obs is None:  # a seed from torch: its generator alone decides how a run goes
+            obs, _ = env.reset(seed=int(torch.randint(2**31, ())))
+        action = actor.mean(obs) + noise[t]
+        next_obs, reward, terminated, truncated, info = env.step(actor.to_environment(action))
+        batch.append((obs, action, reward, next_obs, terminated, truncated))
+        obs = next_obs
+        step += 1
+        if not math.isfinite(reward + obs.sum()):
+            what = f"reward {reward} and observation {obs} at step {step}"
+            raise FloatingPointError(f"{args.env_id} gave {what}; --seed N draws anew.")
+        if terminated or truncated:
+            obs = None
+            writer.add_scalar("charts/episodic_return", info["episode"]["r"], step)
+            writer.add_scalar("charts/episodic_length", info["episode"]["l"], step)
+    return [np.array(column) for column in zip(*batch)], obs
+
+
+def estimate(agent, batch, args):
+    """Advantages, value targets, and pi_k on the batch: all that the fit needs."""
+    obs, actions, rewards, next_obs, terminated, truncated = batch
+    agent.obs_moments = update_moments(agent.obs_moments, torch.tensor(obs).double())
+    inputs = agent.normalize(obs)
+    values = agent.values(inputs)
+    next_values = agent.values(agent.normalize(next_obs))
+
+    ended = terminated | truncated
+    if not args.bootstrap_truncation:
+        terminated = ended
+    advantages = gae(rewards, values, next_values, terminated, ended, args.gamma, args.gae_lambda)
+    targets = torch.tensor(advantages + values)[:, None]  # TD(lambda)
+    agent.value_moments = update_moments(agent.value_moments, targets)
+    mean, std, _ = agent.value_moments
+    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # lambda's unit
+    return {
+        "inputs": torch.tensor(inputs),
+        "actions": torch.tensor(actions),
+        "advantages": torch.tensor(advantages).float(),
+        "value_targets": ((targets - mean) / std).float(),
+        # pi_k is evaluated anew: the normaliser has just changed, and with it, a little, what the
+        # network makes of a state. So the fit begins at ratio 1 and KL 0, as in the paper's code.
+        "old_mean": torch.tensor(agent.policy.outputs(inputs)),
+        "old_log_std": agent.policy.params["log_std"].clone(),
+    }
+
+
+def policy_loss(params, data, rows, args):
+    actions = data["actions"][rows]
+    new = (forward(params, data["inputs"][rows]), params["log_std"])
+    old = (data["old_mean"][rows], data["old_log_std"])
+    log_ratio = gaussian_log_prob(actions, *new) - gaussian_log_prob(actions, *old)
+    ratio = log_ratio.clamp(max=20).exp()  # an overflow would be NaN even where it is clipped
+    return ppo_loss(ratio, data["advantages"][rows], args.clip)
+
+
+def value_loss(params, data, rows, args):
+    return (forward(params, data["inputs"][rows]) - data["value_targets"][rows]).square().mean()
+
+
+def gradient_step(loss, params, adam, learning_rate, data, rows, args):
+    """One step of Adam (betas 0.9, 0.999; eps 1e-5) on these rows, in place. Adam by hand compiles
+    into one graph with the loss and its gradient: 60 microseconds; torch.optim takes 1000."""
+    gradient = torch.func.grad(loss)(params, data, rows, args)
+    steps = adam["steps_done"].add_(1)
     for name, g in gradient.items():
-        m, v = adam["m." + name].lerp_(g, 1 - 0.9), adam["v." + name].lerp_(g * g, 1 - 0.999)
-        params[name].sub_(rate * m / (1 - 0.9**t) / ((v / (1 - 0.999**t)).sqrt() + 1e-5))
+        m = adam[f"m_{name}"].lerp_(g, 1 - 0.9)
+        v = adam[f"v_{name}"].lerp_(g * g, 1 - 0.999)
+        size = (v / (1 - 0.999**steps)).sqrt() + 1e-5
+        params[name] -= learning_rate * m / (1 - 0.9**steps) / size
 
 
-def try_compile(params, adam, *rest):
-    """The minibatch step compiled, and tried on copies; where that fails, a word about it and the step as it is."""
-    tqdm.write("Compiling the update: half a minute the first time, then seconds. (--no-compile does without.)")
+def policy_step(*inputs):
+    gradient_step(policy_loss, *inputs)
+
+
+def value_step(*inputs):
+    gradient_step(value_loss, *inputs)
+
+
+def epoch(network, learning_rate, data, args):
+    """One pass over the batch, in shuffled minibatches."""
+    params = dict(network.params)
+    adam = dict(network.named_buffers())
+    order = torch.randperm(args.num_steps)
+    for start in range(0, args.num_steps - args.minibatch_size + 1, args.minibatch_size):
+        rows = order[start : start + args.minibatch_size]
+        network.step(params, adam, learning_rate, data, rows, args)
+
+
+def fit(agent, learning_rate, data, args):
+    """The policy's epochs end when the mean KL exceeds target_kl; the value function has them all.
+    Returns the KL of each state, and how many epochs the policy had."""
+    for epochs in range(1, args.max_epochs + 1):
+        epoch(agent.policy, learning_rate, data, args)
+        mean = torch.tensor(agent.policy.outputs(data["inputs"].numpy()))
+        new = (mean, agent.policy.params["log_std"])
+        kl = gaussian_kl(*new, data["old_mean"], data["old_log_std"])
+        if kl.mean() > args.target_kl:
+            break
+    for _ in range(args.max_epochs):
+        epoch(agent.value, learning_rate, data, args)
+    return kl, epochs
+
+
+def train(args, env, agent, iterations_done, run_dir, writer):
+    """Algorithm 1 of the SPU paper, with PPO's fit."""
+    num_iterations = args.total_timesteps // args.num_steps
+    bar = tqdm(total=num_iterations * args.num_steps, unit=" steps")
+    bar.update(iterations_done * args.num_steps)
+    obs = None
+    for iteration in range(iterations_done, num_iterations):
+        start = time.time()
+        learning_rate = torch.tensor(args.learning_rate)
+        if args.anneal_lr:
+            learning_rate *= 1 - iteration / num_iterations
+
+        # Lines 2 and 3: sample with pi_k, estimate advantages.
+        batch, obs = collect(env, agent, args, obs, iteration * args.num_steps, writer)
+        data = estimate(agent, batch, args)
+
+        # Lines 4 to 15: fit the networks.
+        kl, epochs = fit(agent, learning_rate, data, args)
+
+        all_rows = slice(None)
+        scalars = {
+            "charts/SPS": args.num_steps / (time.time() - start),
+            "charts/learning_rate": learning_rate,
+            "losses/policy_loss": policy_loss(agent.policy.params, data, all_rows, args),
+            "losses/value_loss": value_loss(agent.value.params, data, all_rows, args),
+            "losses/mean_log_std": agent.policy.params["log_std"].mean(),
+            "spu/kl_mean": kl.mean(),
+            "spu/kl_max": kl.max(),
+            "spu/epochs_used": epochs,
+        }
+        for name, scalar in scalars.items():
+            writer.add_scalar(name, float(scalar), (iteration + 1) * args.num_steps)
+        writer.flush()
+        save(run_dir, args, agent, iteration + 1)
+        recent = np.mean(env.return_queue or math.nan)  # of the last 100 episodes
+        bar.set_postfix_str(f"return {recent:.6g}, KL {kl.mean():.4f}, {epochs} epochs")
+        bar.update(args.num_steps)
+    bar.close()
+
+
+# =================================================================== Plumbing
+# Skip it on a first reading: environments, files, checks, main.
+
+
+def refuse(sentence):
+    """Bad input: one sentence, no traceback, exit code 2."""
+    print(f"{SCRIPT}.py: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
+def make_env(args):
+    """The environment, with vectors to see; refuse what cannot be trained on."""
+    if sys.platform == "linux" and not os.getenv("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # draw without a screen
+    draw = {"render_mode": "rgb_array"} if args.capture_video else {}
     try:
-        options = {"cpp_wrapper": True, "cpp.use_decompose_tanh": True}  # tanh from exp: faster, equal but for rounding
-        options |= {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}  # shapes are fixed
-        compiled = torch.compile(minibatch_step, fullgraph=True, options=options)
-        compiled(*copy.deepcopy((params, adam)), *rest)
-        return compiled
+        env = gym.wrappers.FlattenObservation(gym.make(args.env_id, **draw))  # copies them, too
+        if not isinstance(env.action_space, gym.spaces.Box) or env.action_space.dtype.kind != "f":
+            raise TypeError(f"its actions are {env.action_space}, and must be a Box of floats")
+        if env.observation_space.shape is None:
+            raise TypeError(f"its observations, {env.observation_space}, make no vector")
+        env.reset(seed=args.seed)
+        if draw and hasattr(env.unwrapped, "mujoco_renderer"):
+            # The last camera follows the robot; -1, where there is none, stands still.
+            env.unwrapped.mujoco_renderer.camera_id = env.unwrapped.model.ncam - 1
+        if draw and env.render() is None:
+            raise TypeError("it draws nothing")
     except Exception as error:
-        tqdm.write(f"It does not compile here, so training is slower: {type(error).__name__}: {error}".splitlines()[0])
-        return minibatch_step
+        refuse(f"{args.env_id} cannot be used: {' '.join(str(error).split()) or repr(error)}")
+    if args.clip_actions:
+        env = gym.wrappers.ClipAction(env)
+        env.action_space = env.env.action_space  # the wrapper's has no bounds
+    return gym.wrappers.RecordEpisodeStatistics(env)
 
 
-def play(agent, args, episodes, video=None):
-    """Play episodes with the mean action and return a sentence about them; video is where to film the first."""
-    env, act, returns = make_env(args, args.seed, draw=video is not None), agent.actor(), []
-    if video:
-        env = gym.wrappers.RecordVideo(env, str(video.parent), lambda episode: episode == 0, name_prefix=video.name)
-    for episode in range(episodes):
-        (obs, _), ended, total, length = env.reset(seed=args.seed + episode), False, 0.0, 0
-        while not ended and length < 10_000:  # an environment need not have an end
-            action = act(obs).astype(env.action_space.dtype).reshape(env.action_space.shape)
+def compile_steps(agent):
+    """Compile the gradient steps, if a small trial shows that this machine can."""
+    print("Compiling takes some seconds. (--no-compile does without.)")
+    # In a run neither shapes nor options change, so no call need check them: half as long.
+    options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
+    options |= {"cpp_wrapper": True, "cpp.use_decompose_tanh": True}
+    try:
+        torch.compile(torch.square, options=options)(torch.zeros(8))
+    except Exception as error:
+        print(f"It does not compile here, so training is slower: {str(error).splitlines()[0]}")
+        return
+    agent.policy.step = torch.compile(policy_step, fullgraph=True, options=options)
+    agent.value.step = torch.compile(value_step, fullgraph=True, options=options)
+
+
+def evaluate(agent, args, folder):
+    """Play episodes with the mean action; return their returns."""
+    env = gym.wrappers.TimeLimit(make_env(args), 10_000)  # not every environment has an end
+    if args.capture_video:
+        env = gym.wrappers.RecordVideo(env, folder, lambda episode: episode == 0)
+        print(f"Filming the first episode, into {folder}")
+    actor = Actor(agent, env.action_space)
+    returns = []
+    for episode in range(args.eval_episodes):
+        obs, _ = env.reset(seed=args.seed + episode)
+        returns.append(0.0)
+        ended = False
+        while not ended:
+            action = actor.to_environment(actor.mean(obs))
             obs, reward, terminated, truncated, _ = env.step(action)
-            ended, total, length = terminated or truncated, total + float(reward), length + 1
-        returns.append(total)
+            returns[-1] += float(reward)
+            ended = terminated or truncated
     env.close()
-    film = f", filmed in {video}-episode-0.mp4" if video else ""
-    return f"return {np.mean(returns):.1f} ± {np.std(returns):.1f} over {episodes} episodes with the mean action{film}"
+    figures = f"{np.mean(returns):.6g} ± {np.std(returns):.3g}"
+    print(f"{args.env_id}: return {figures} over {len(returns)} episodes with the mean action")
+    return returns
 
 
-def save(data, path):
-    torch.save(data, f"{path}.tmp")
-    os.replace(f"{path}.tmp", path)  # atomic: a kill leaves the old file or the new one
+def save(run_dir, args, agent, iterations_done):
+    """After every iteration, all but the environment's state: a resumed run begins an episode, and
+    where the unbroken one did too, they are the same to the bit."""
+    if not all(x.isfinite().all() for x in agent.state_dict().values()):
+        raise FloatingPointError("NaN or infinite agent: start anew, lower --learning-rate.")
+    saved = {
+        "script": SCRIPT,
+        "args": asdict(args),
+        "agent": agent.state_dict(),
+        "iterations_done": iterations_done,
+        "random_state": torch.get_rng_state(),
+    }
+    torch.save(saved, run_dir / "agent.pt.tmp")
+    os.replace(run_dir / "agent.pt.tmp", run_dir / "agent.pt")  # a kill leaves one or the other
 
 
 def load(path):
-    """A file that this script saved, and its Args. With weights_only, a stranger's file cannot run code."""
+    """What `save` wrote, and the options in it. weights_only: such a file cannot run code."""
     try:
-        data = torch.load(path, map_location="cpu", weights_only=True)
-        assert data["script"] == SCRIPT
-        return data, Args(**data["args"])
+        saved = torch.load(path, weights_only=True)
+        assert saved["script"] == SCRIPT and isinstance(saved["iterations_done"], int)
+        for field in fields(Args):
+            assert isinstance(saved["args"][field.name], field.type)
+        return saved, Args(**saved["args"] | {"resume": None, "evaluate": None})
     except Exception:
-        refuse(f"{path} is not of a run of {SCRIPT}.py: give --resume a run folder, or --evaluate an agent.pt in one.")
+        refuse(f"{path} is no agent.pt of a run of this version of {SCRIPT}.py.")
+
+
+def lock(run_dir):
+    """Refuse a folder in which another process trains. The lock ends with its process."""
+    file = open(run_dir / "lock", "w")
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # Windows
+        pass
+    except BlockingIOError:
+        refuse(f"Another process trains in {run_dir}.")
+    return file
+
+
+def check(args):
+    """Refuse what cannot work, before anything is written."""
+    rules = [
+        ("num_steps minibatch_size max_epochs eval_episodes", lambda x: x >= 1, "at least 1"),
+        ("clip learning_rate", lambda x: 0 < x < math.inf, "a positive, finite number"),
+        ("target_kl", lambda x: x > 0, "positive (inf: no limit)"),
+        ("initial_log_std", math.isfinite, "a finite number"),
+        ("gamma gae_lambda", lambda x: 0 <= x <= 1, "between 0 and 1"),
+        ("seed", lambda x: 0 <= x < 2**31, "between 0 and 2147483647"),
+        ("minibatch_size", lambda x: x <= args.num_steps, "at most --num-steps"),
+        ("total_timesteps", lambda x: x >= args.num_steps, "at least --num-steps"),
+    ]
+    for names, holds, wanted in rules:
+        for name in names.split():
+            if not holds(getattr(args, name)):
+                refuse(f"--{name.replace('_', '-')} must be {wanted}; it is {getattr(args, name)}.")
+
+
+def read_options():
+    """The typed options, on top of those of the run to resume or of the agent to evaluate."""
+    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    typed = args.env_id
+    if args.resume is None and args.evaluate is None:
+        return args, None
+    saved, before = load(args.evaluate or f"{args.resume}/agent.pt")
+    args = tyro.cli(Args, default=before)
+    may_change = "resume seed total_timesteps compile track capture_video eval_episodes"
+    for name, value in asdict(before).items():
+        if args.resume and name not in may_change.split() and getattr(args, name) != value:
+            refuse(f"--{name.replace('_', '-')} cannot be changed when a run is resumed.")
+    if ":" in args.env_id and args.env_id != typed:  # gymnasium would import that module
+        refuse(f"The file asks for {args.env_id}: if you trust it, add --env-id {args.env_id}.")
+    return args, saved
 
 
 def main():
-    args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    given = {word.split("=")[0].replace("_", "-") for word in sys.argv[1:] if word.startswith("--")}  # what was typed
-    warnings.filterwarnings("ignore", message=".*(is out of date|render_modes|pickle protocol|Overwriting).*")
-    mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text, file=sys.stderr))
-    torch.set_num_threads(1)  # networks this small gain nothing from more
-    # ---- Set up, from the options or from a saved file
-    saved, iteration, last_returns, now = None, 0, [], f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    if args.resume is not None:
-        if extra := given - {"--resume", "--total-timesteps"}:
-            refuse(f"--resume takes its options from the checkpoint: leave out {' '.join(sorted(extra))}.")
-        run_dir, total_timesteps = Path(args.resume), args.total_timesteps
-        saved, args = load(run_dir / "checkpoint.pt")
-        args.total_timesteps = total_timesteps if "--total-timesteps" in given else args.total_timesteps
-    elif args.evaluate is not None:
-        saved, trained = load(args.evaluate)
-        args.clip_actions, args.env_id = trained.clip_actions, args.env_id if "--env-id" in given else trained.env_id
+    args, saved = read_options()
     check(args)
-    batch_size, device = args.num_envs * args.num_steps, "cuda" if args.cuda else "cpu"
-    num_iterations = args.total_timesteps // batch_size
-    envs = [make_env(args, args.seed + i, draw=args.capture_video and i == 0) for i in range(args.num_envs)]
-    obs_size, action_space = envs[0].observation_space.shape[0], envs[0].action_space
+    gym.logger.min_level = gym.logger.ERROR  # that -v4 is not the newest is no news
+    mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text))
+    torch.set_num_threads(1)  # networks this small gain nothing from more
     torch.manual_seed(args.seed)
-    agent = Agent(obs_size, math.prod(action_space.shape), args.orthogonal_init).to(device)
-    if saved:
-        if any(saved["agent"][name].shape != tensor.shape for name, tensor in agent.state_dict().items()):
-            refuse(f"The saved agent does not fit {args.env_id}: its observations or actions have another size.")
-        agent.load_state_dict(saved["agent"])
+
+    env = make_env(args)
+    obs_size = env.observation_space.shape[0]
+    agent = Agent(obs_size, env.action_space, args.initial_log_std, args.scale_actions)
+    iterations_done = 0
+    now = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    run_dir = Path("runs") / f"{args.env_id}__{SCRIPT}__{args.seed}__{now}".replace("/", "-")
+    if saved is not None:
+        run_dir = Path(args.resume or Path(args.evaluate).parent)
+        iterations_done = saved["iterations_done"]
+        try:
+            agent.load_state_dict(saved["agent"])
+            if args.seed == saved["args"]["seed"]:  # with another seed it draws anew
+                torch.set_rng_state(saved["random_state"])
+        except Exception:
+            refuse(f"What is saved in {run_dir} does not fit {args.env_id}, or is damaged.")
+    video = run_dir / f"video-{now}"
     if args.evaluate is not None:
-        video = Path(args.evaluate).parent / "videos" / f"evaluation-{now}" if args.capture_video else None
-        return print(f"{args.env_id}: {play(agent, args, args.eval_episodes, video)}")
-    params = {name: p.detach() for name, p in agent.named_parameters()}  # the agent's own memory, updated in place
-    adam = {f"{moment}.{name}": torch.zeros_like(p) for moment in ("m", "v") for name, p in params.items()}
-    adam["step"] = torch.zeros((), device=device)
-    if saved:
-        iteration, last_returns = saved["iteration"], saved["last_returns"]
-        if iteration >= num_iterations:
-            refuse(f"{run_dir} has done {iteration * batch_size} steps: to go on, give a larger --total-timesteps.")
-        adam = {name: tensor.to(device) for name, tensor in saved["adam"].items()}
-        torch.set_rng_state(saved["torch_rng"])
-        for env, state in zip(envs, saved["env_rng"]):
-            if state:  # none where an environment brings a generator of another kind
-                env.unwrapped.np_random.bit_generator.state = state
-    else:
-        run_dir = Path("runs") / f"{args.env_id}__{args.exp_name}__{args.seed}__{now}".replace("/", "-")
-    writer = SummaryWriter(str(run_dir), purge_step=iteration * batch_size + 1 if saved else None)
-    writer.add_text("hyperparameters", "\n".join(f"    {key}: {value}" for key, value in vars(args).items()), iteration)
-    if args.track:
-        import wandb
+        evaluate(agent, args, video)
+        return
+    if args.total_timesteps < (iterations_done + 1) * args.num_steps:
+        refuse(f"{run_dir} is done: to go on, give a larger --total-timesteps.")
 
-        where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "dir": str(run_dir)}
-        name = run_dir.resolve().name.replace(":", "-")
-        wandb.init(**where, id=name, name=name, resume="allow", config=vars(args))
-        wandb.define_metric("*", step_metric="global_step")
-
-    def log(values, global_step):
-        for key, value in values.items():
-            writer.add_scalar(key, value, global_step)
+    command = ["python", sys.argv[0], "--env-id", args.env_id, "--resume", str(run_dir)]
+    go_on = f"To go on from the last checkpoint: {shlex.join(command)}"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    held = lock(run_dir)
+    save(run_dir, args, agent, iterations_done)  # so that the next line is true at once
+    print(f"Training in {run_dir}. {go_on}")
+    try:
         if args.track:
-            wandb.log(values | {"global_step": global_step})
+            import wandb
 
-    shape = (args.num_steps, args.num_envs)
-    obs, next_obs = np.zeros((2, *shape, obs_size))
-    actions, (rewards, so_far) = np.zeros((*shape, len(agent.log_std)), np.float32), np.zeros((2, *shape))
-    terminated, ended = np.ones((2, *shape), bool)  # row -1 has ended: the first step resets all
-    episode_return, episode_length = [0.0] * args.num_envs, [0] * args.num_envs
-    update = None if args.compile else minibatch_step
-    stop, at_once = [], (signal.SIGINT, signal.SIG_DFL)  # the first Ctrl-C fills the list, a second ends the process
-    said = b"\nStopping after this iteration. (Ctrl-C again stops at once, and loses what is not in a checkpoint.)\n"
-    signal.signal(signal.SIGINT, lambda *_: (stop.append(os.write(2, said)), signal.signal(*at_once)))
-    go_on = f"To go on from the last checkpoint: python {sys.argv[0]} --resume {run_dir}"
-    bar = tqdm(total=num_iterations * batch_size, initial=iteration * batch_size, unit=" steps", unit_scale=True)
-    while True:
-        # ---- Checkpoint: at the start, every few iterations, after Ctrl-C and at the end
-        global_step, iteration_start, finished = iteration * batch_size, time.time(), iteration == num_iterations
-        leaving = finished or len(stop) > 0
-        if leaving or iteration % args.checkpoint_every == 0:
-            writer.flush()
-            data = {"script": SCRIPT, "args": vars(args), "agent": agent.state_dict()}
-            if finished:
-                save(data, run_dir / "agent.pt")
-            data |= {"adam": adam, "iteration": iteration, "last_returns": last_returns}
-            bits = [getattr(env.unwrapped.np_random, "bit_generator", None) for env in envs]
-            data |= {"env_rng": [x.state if isinstance(x, np.random.PCG64) else None for x in bits]}
-            save(data | {"torch_rng": torch.get_rng_state()}, run_dir / "checkpoint.pt")
-        if leaving:
-            break
-        # ---- Collect a batch with pi_k. Acting needs no values: they are computed below, all at once
-        act, noise = agent.actor(), (torch.randn(actions.shape) * agent.log_std.detach().cpu().exp()).numpy()
-        for t in range(args.num_steps):
-            obs[t] = next_obs[t - 1]  # row -1 is still that of the last batch
-            for i, env in enumerate(envs):
-                if ended[t - 1, i]:  # only now, after the checkpoint: a resumed run repeats the reset
-                    (obs[t, i], _), episode_return[i], episode_length[i] = env.reset(), 0.0, 0
-            actions[t] = act(obs[t]) + noise[t]
-            for i, env in enumerate(envs):
-                action = actions[t, i].astype(action_space.dtype).reshape(action_space.shape)
-                next_obs[t, i], reward, terminated[t, i], truncated, _ = env.step(action)
-                if not math.isfinite(reward + next_obs[t, i].sum()):
-                    sys.exit(f"\n{args.env_id} gave a NaN or an infinity. {go_on}")
-                so_far[t, i] = reward + args.gamma * so_far[t - 1, i] * (episode_length[i] > 0)  # discounted return
-                rewards[t, i], ended[t, i] = reward, terminated[t, i] or truncated
-                episode_return[i], episode_length[i] = episode_return[i] + reward, episode_length[i] + 1
-                if ended[t, i]:
-                    last_returns = [*last_returns[-99:], float(episode_return[i])]
-                    scalars = {"charts/episodic_return": last_returns[-1], "charts/episodic_length": episode_length[i]}
-                    log(scalars, global_step + t * args.num_envs + i + 1)
-        # ---- Advantages, and pi_k anew, under the normaliser with this batch in it: the fit begins at ratio 1 and KL 0
-        # (the actions were drawn under the one before it, as in the paper's code, which has the values under it too)
-        if args.normalize_rewards:  # by the spread of the discounted return so far
-            agent.return_moments = update_moments(agent.return_moments, torch.tensor(so_far, device=device).view(-1, 1))
-            rewards[:] = (rewards / math.sqrt(agent.return_moments[1].item() + 1e-8)).clip(-10, 10)
-        agent.obs_moments = update_moments(agent.obs_moments, torch.tensor(obs, device=device).flatten(0, 1))
-        inputs, next_inputs = (torch.tensor(agent.normalizer()(x), device=device) for x in (obs, next_obs))
-        with torch.no_grad():
-            old_mean, old_log_std, values = (x.clone() for x in agent(inputs))  # log_std will change in place
-            values, next_values = values.cpu().numpy(), agent.value(next_inputs).squeeze(-1).cpu().numpy()
-        dead = terminated if args.bootstrap_truncation else ended
-        advantages = gae(rewards, values, next_values, dead, ended, args.gamma, args.gae_lambda)
-        value_targets = advantages + values  # TD(lambda) returns
-        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-        batch = (inputs, actions, advantages, value_targets, old_mean)
-        batch = [torch.as_tensor(x, dtype=torch.float32, device=device).flatten(0, 1) for x in batch]
-        # ---- Fit: epochs over the batch in minibatches
-        rate = torch.tensor(args.learning_rate * (1 - args.anneal_lr * iteration / num_iterations), device=device)
-        with torch.no_grad():  # torch.func.grad differentiates all the same
-            for epochs_used in range(1, args.max_epochs + 1):
-                order = torch.randperm(batch_size).unfold(0, args.minibatch_size, args.minibatch_size).to(device)
-                for minibatch in zip(*(x[order] for x in batch)):
-                    update = update or try_compile(params, adam, rate, agent, minibatch, old_log_std, args)
-                    update(params, adam, rate, agent, minibatch, old_log_std, args)
-            new_mean = torch.as_tensor(agent.actor(normalized=True)(batch[0].cpu().numpy()), device=device)
-            kl = gaussian_kl(new_mean, agent.log_std, batch[-1], old_log_std)  # in all states
-            _, (policy_loss, value_loss) = losses(params, agent, batch, old_log_std, args)
-        if not math.isfinite(policy_loss + value_loss + kl.mean()):
-            sys.exit(f"\nThe loss became NaN or infinite. {go_on}")
-        # ---- Log
-        iteration, global_step = iteration + 1, global_step + batch_size
-        scalars = {
-            "charts/SPS": batch_size / (time.time() - iteration_start),
-            "charts/learning_rate": rate.item(),
-            "losses/policy_loss": policy_loss.item(),
-            "losses/value_loss": value_loss.item(),
-            "losses/entropy": (agent.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum().item(),
-            "losses/explained_variance": 1 - np.var(value_targets - values) / (np.var(value_targets) + 1e-8),
-            "spu/kl_mean": kl.mean().item(),
-            "spu/kl_max": kl.max().item(),
-            "spu/epochs_used": epochs_used,
-        }
-        log(scalars, global_step)
-        bar.set_postfix_str(f"return {np.mean(last_returns or math.nan):.1f}, KL {kl.mean():.4f}, {epochs_used} epochs")
-        bar.update(batch_size)
-        if args.capture_video and 10 * iteration % num_iterations < 10:  # another tenth is done
-            video = run_dir / "videos" / f"step-{global_step}"
-            play(agent, args, 1, video)
-            if args.track:
-                wandb.log({"video": wandb.Video(f"{video}-episode-0.mp4"), "global_step": global_step})
-    bar.close()
-    if not finished:
-        print(f"Stopped after {global_step} steps. {go_on}")
-        sys.exit(130)
-    print(f"{args.env_id} after {global_step} steps: {play(agent, args, args.eval_episodes)}")
-    print(f"It is all in {run_dir}/; to watch it: python {sys.argv[0]} --evaluate {run_dir}/agent.pt --capture-video")
+            run = {"id": run_dir.resolve().name.replace(":", "-"), "resume": "allow"}
+            wandb.init(dir=run_dir, config=asdict(args), sync_tensorboard=True, **run)
+        if args.compile:
+            compile_steps(agent)
+        writer = SummaryWriter(run_dir, purge_step=iterations_done * args.num_steps + 1)
+        train(args, env, agent, iterations_done, run_dir, writer)
+        returns = evaluate(agent, args, video)
+        writer.add_scalar("eval/episodic_return", np.mean(returns), args.total_timesteps)
+        writer.close()
+        held.close()
+    except KeyboardInterrupt:
+        print(f"\nStopped. {go_on}")
+        raise
+    except Exception:
+        print(f"\nAn error, see below. {go_on}", file=sys.stderr)
+        raise
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,18 +1,18 @@
-"""What a random policy scores in the ten MuJoCo environments: the zero of the paper's improvement metric.
+"""What a random policy scores in the ten MuJoCo environments: the zero of the paper's improvement.
 
     python benchmark/random_policy.py        # a few minutes; writes benchmark/results/random.csv
 
-Measured in two ways, 100 episodes each: with unit-Gaussian actions, not clipped, which is what an untrained policy with
-log-std 0 does, and with actions uniform over the action space. The paper does not say which it means, but its numbers
-do: where actions cost reward, its random scores are the uniform ones (Reacher -43.5, here -43.0 against -109; Ant -60,
-here -57 against -337; HalfCheetah -280, here -286 against -650), and its percentages there follow from no others.
-HumanoidStandup (38,800; here 33,429 against 37,224), InvertedPendulum and Swimmer are nearer to the Gaussian. So
+Measured in two ways, 100 episodes each: with unit-Gaussian actions, not clipped, which is what an
+untrained policy with log-std 0 does, and with actions uniform over the action space. The paper does
+not say which it means, but its numbers do: where actions cost reward, its random scores are the
+uniform ones (Reacher -43.5, here -43.0 against -109; Ant -60, here -57 against -337; HalfCheetah
+-280, here -286 against -650), and its percentages there follow from no others. HumanoidStandup
+(38,800; here 33,429 against 37,224), InvertedPendulum and Swimmer are nearer to the Gaussian. So
 report.py uses uniform actions.
 """
 
 import csv
 import os
-import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,21 +29,28 @@ from tqdm import tqdm
 class Args:
     episodes: int = 100  # for each environment and each kind of actions
     seed: int = 1  # of the actions and the environments
-    output: Path = Path(__file__).resolve().parent / "results" / "random.csv"  # where the table goes
+    output: Path = Path(__file__).resolve().parent / "results/random.csv"  # where the table goes
 
 
 def returns(env_id, gaussian, episodes, seed):
     """The return of each episode."""
-    env, generator, totals = gym.make(env_id), np.random.default_rng(seed), []
+    env = gym.make(env_id)
+    generator = np.random.default_rng(seed)
+    totals = []
     space = env.action_space
     env.reset(seed=seed)
     for _ in range(episodes):
         env.reset()
-        ended, total = False, 0.0
+        ended = False
+        total = 0.0
         while not ended:
-            action = generator.standard_normal(space.shape) if gaussian else generator.uniform(space.low, space.high)
+            if gaussian:
+                action = generator.standard_normal(space.shape)
+            else:
+                action = generator.uniform(space.low, space.high)
             _, reward, terminated, truncated, _ = env.step(action.astype(space.dtype))
-            ended, total = terminated or truncated, total + float(reward)
+            ended = terminated or truncated
+            total += float(reward)
         totals.append(total)
     return np.array(totals)
 
@@ -51,7 +58,7 @@ def returns(env_id, gaussian, episodes, seed):
 def main():
     args = tyro.cli(Args, description=__doc__)
     warnings.filterwarnings("ignore", message=".*(is out of date|render_modes).*")
-    mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text, file=sys.stderr))
+    mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text))
     rows = [["env_id", "actions", "episodes", "mean", "standard_error"]]
     for env_id in tqdm(MUJOCO, unit="environment"):
         for actions in ("gaussian", "uniform"):

@@ -1,15 +1,16 @@
 """Every table and picture of the benchmark, made from the CSV files in benchmark/results/.
 
-    python benchmark/report.py             # print the tables, put them into the READMEs, draw the pictures
-    python benchmark/report.py --check     # write nothing; exit code 1 if a table in a README is not the present one
+    python benchmark/report.py            # print the tables, put them into the READMEs, draw
+    python benchmark/report.py --check    # write nothing; exit code 1 if a table is out of date
 
-A README says where a table goes: what stands between `<!-- report: NAME -->` and `<!-- end of report -->` is replaced
-by it. The names are scores, averages, improvement, moved, ablation, iqm, steps_to_ppo, details, linf, reverse_kl,
-sensitivity, speed and atari.
+A README says where a table goes: what stands between `<!-- report: NAME -->` and
+`<!-- end of report -->` is replaced by it. The names are scores, averages, improvement, moved,
+ablation, iqm, steps_to_ppo, details, linf, reverse_kl, sensitivity, speed and atari.
 
-The score of a run is the mean return of its last 100 episodes. With means over seeds, the paper's improvement of X over
-Y in an environment is (X - random) / (Y - random) - 1; random is the uniform policy of results/random.csv.
-Groups of runs may be missing or unfinished: what is there is reported, with the number of seeds.
+The score of a run is the mean return of its last 100 episodes. With means over seeds, the paper's
+improvement of X over Y in an environment is (X - random) / (Y - random) - 1; random is the uniform
+policy of results/random.csv. Groups of runs may be missing or unfinished: what is there is
+reported, with the number of seeds.
 """
 
 import csv
@@ -31,16 +32,24 @@ START, END = "<!-- report: ", "<!-- end of report -->"
 DEFAULTS = {  # which a run may have spelled out
     "spu_continuous": {"--lam 1.3", "--epsilon 0.03", "--delta 0.02", "--max-epochs 10"},
     "spu_linf": {"--lam 1", "--epsilon 1", "--max-epochs 10"},
-    "spu_reverse_kl": {"--max-advantage 2", "--epsilon 0.3", "--accept 0.03", "--delta 0.02", "--max-epochs 10"},
+    "spu_reverse_kl": {
+        "--max-advantage 2",
+        "--epsilon 0.3",
+        "--accept 0.03",
+        "--delta 0.02",
+        "--max-epochs 10",
+    },
 }
 ABLATION_BASELINE = "spu_30_epochs"  # full SPU, with as many epochs as the ablations: the paper's
 VECTORS = "sensitivity_"  # groups with one random vector of hyper-parameters each
-PAPER_ABLATION = {"no_kl_term": 4, "no_dynamic_stopping": 24, "no_per_state_acceptance": 9}  # % over TRPO; full SPU: 27
+# The paper's percentages over TRPO; full SPU has 27.
+PAPER_ABLATION = {"no_kl_term": 4, "no_dynamic_stopping": 24, "no_per_state_acceptance": 9}
 PUBLISHED = "SPU as published"
-TUNED = ["Ant", "HalfCheetah", "Hopper", "InvertedDoublePendulum", "Swimmer", "Walker2d"]  # where SPU's constants were
+# Where SPU's constants were tuned.
+TUNED = ["Ant", "HalfCheetah", "Hopper", "InvertedDoublePendulum", "Swimmer", "Walker2d"]
 SMALL = ["Ant-v4", "HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"]  # the panels of the front page,
 FRONT = ["trpo", "sb3_ppo", "ppo", "spu"]  # and its curves
-RANDOM_ACTIONS = "uniform"  # the rows of random.csv that count as the random policy; random_policy.py says why
+RANDOM_ACTIONS = "uniform"  # the rows of random.csv that count; random_policy.py says why
 ALGORITHMS = {  # group: (name, colour), in this order in tables and legends
     "trpo": ("TRPO", "#8a8a8a"),
     "sb3_ppo": ("SB3 PPO", "#8e63b0"),
@@ -54,7 +63,8 @@ ATARI = {"atari_ppo": ALGORITHMS["sb3_ppo"], "atari": ALGORITHMS["spu"]}  # draw
 OTHERS = {"spu_3m": "SPU at 3M steps", "trpo_3m": "TRPO at 3M steps"}
 OTHERS |= {"no_kl_term": "no KL term", "no_per_state_acceptance": "no per-state acceptance"}
 OTHERS |= {"spu_30_epochs": "SPU with 30 epochs"}
-COMPARISONS = [  # X, Y, the paper's percentage of each environment as a column of published.csv, the paper's average
+# X, Y, the column of published.csv with the paper's percentage in each environment, its average.
+COMPARISONS = [
     ("spu", "trpo", "spu_over_trpo_pct", 27),
     ("spu", "sb3_ppo", "spu_over_ppo_pct", 17),
     ("spu", "ppo", "spu_over_ppo_pct", 17),
@@ -71,7 +81,7 @@ COMPARISONS = [  # X, Y, the paper's percentage of each environment as a column 
 @dataclass
 class Args:
     results: Path = ROOT / "benchmark" / "results"  # the CSV files, as GROUP/ENV__SEED.csv
-    output: Path = ROOT  # its README.md and benchmark/README.md get the tables, its benchmark/results/ the pictures
+    output: Path = ROOT  # where the READMEs are; the pictures go into its benchmark/results/
     check: bool = False  # only say whether the tables of the READMEs are up to date
 
 
@@ -80,40 +90,50 @@ class Args:
 
 @dataclass
 class Data:
-    runs: dict  # {group: {environment: {seed: curve}}}, a curve being rows (step, mean return of the last 100 episodes)
-    moved: dict  # {group: {environment: {seed: (mean KL of an iteration, mean number of epochs)}}}, where it was kept
+    # A curve has rows (step, mean return of the last 100 episodes).
+    runs: dict  # {group: {environment: {seed: curve}}}
+    # Of an iteration, in the runs that kept it.
+    moved: dict  # {group: {environment: {seed: (mean KL, mean number of epochs)}}}
     random: dict  # {environment: mean} of the random policy
     published: dict  # {environment: {column of published.csv: number}}
     options: dict  # {group: the options of its runs, but for environment and seed}
     speed: list  # the rows of speed.csv
-    tuning: dict  # {script: {options that are not the default: {environment: {seed: score}}}} on seeds from 101 on
+    # On seeds from 101 on.
+    tuning: dict  # {script: {options that are not the default: {environment: {seed: score}}}}
 
     @property
     def scores(self):  # {group: {environment: {seed: score}}}
-        return {
-            group: {env: {seed: float(curve[-1, 1]) for seed, curve in seeds.items()} for env, seeds in envs.items()}
-            for group, envs in self.runs.items()
-        }
+        scores = {}
+        for group, envs in self.runs.items():
+            scores[group] = {}
+            for env, seeds in envs.items():
+                scores[group][env] = {seed: float(curve[-1, 1]) for seed, curve in seeds.items()}
+        return scores
 
 
 def load(results):
     """Everything in the folder, and the published numbers."""
-    data = Data({}, {}, {}, {}, {}, read_rows(results / "speed.csv"), {script: {} for script in DEFAULTS})
+    speed = read_rows(results / "speed.csv")
+    data = Data({}, {}, {}, {}, {}, speed, {script: {} for script in DEFAULTS})
 
     def tuned(script, flags, env, seed, score):
         flags = " ".join(sorted(set(re.findall(r"--\S+(?: (?!--)\S+)?", flags)) - DEFAULTS[script]))
         data.tuning[script].setdefault(flags, {}).setdefault(env, {})[int(seed)] = float(score)
 
     for row in read_rows(results / "tuning.csv"):
-        tuned(row["script"], row["flags"], row["env_id"], row["seed"], row["return_of_last_100_episodes"])
+        score = row["return_of_last_100_episodes"]
+        tuned(row["script"], row["flags"], row["env_id"], row["seed"], score)
     for path in sorted(results.glob("*/*__*.csv")):
-        lines, group, (env, seed) = path.read_text().splitlines(), path.parent.name, path.stem.rsplit("__", 1)
+        lines = path.read_text().splitlines()
+        group = path.parent.name
+        env, seed = path.stem.rsplit("__", 1)
         if rows := [line.split(",") for line in lines if line[:1].isdigit()]:
             data.runs.setdefault(group, {}).setdefault(env, {})[int(seed)] = np.array(rows, float)
             script, _, options = re.sub(r" --(env-id|seed) \S+", "", lines[0]).partition(".py")
             data.options[group] = options.strip()
             if moved := re.findall(r"mean of \S+: ([\d.e-]+)", lines[2]):
-                data.moved.setdefault(group, {}).setdefault(env, {})[int(seed)] = tuple(map(float, moved))
+                envs = data.moved.setdefault(group, {})
+                envs.setdefault(env, {})[int(seed)] = tuple(map(float, moved))
             script = script.rpartition(" ")[2]  # after "# command: python"
             if int(seed) > 100 and script in DEFAULTS:
                 tuned(script, options, env, seed, rows[-1][1])
@@ -123,7 +143,8 @@ def load(results):
     for row in read_rows(Path(__file__).with_name("published.csv")):
         env = row.pop("env").replace("-v2", "-v4")  # the nearest there is today
         row = data.published[env] = {column: float(value) for column, value in row.items()}
-        row["ppo_over_trpo_pct"] = 100 * ((row["ppo"] - row["random"]) / (row["trpo"] - row["random"]) - 1)
+        ratio = (row["ppo"] - row["random"]) / (row["trpo"] - row["random"])
+        row["ppo_over_trpo_pct"] = 100 * (ratio - 1)
     return data
 
 
@@ -141,7 +162,7 @@ def mean(values):
 
 
 def improvement(x, y, random):
-    """{environment: (X - random) / (Y - random) - 1} where both have runs and Y is better than random."""
+    """{environment: (X - random) / (Y - random) - 1} where both have runs and Y beats random."""
     result = {}
     for env in sorted(x.keys() & y.keys() & random.keys()):
         gain, base = (mean(scores[env].values()) - random[env] for scores in (x, y))
@@ -152,8 +173,11 @@ def improvement(x, y, random):
 
 def shared(x, y):
     """The part of x whose environments and seeds y has too."""
-    both = {env: {seed: x[env][seed] for seed in sorted(x[env].keys() & y[env].keys())} for env in x.keys() & y.keys()}
-    return {env: seeds for env, seeds in sorted(both.items()) if seeds}
+    both = {}
+    for env in sorted(x.keys() & y.keys()):
+        if seeds := sorted(x[env].keys() & y[env].keys()):
+            both[env] = {seed: x[env][seed] for seed in seeds}
+    return both
 
 
 def iqm(x):
@@ -163,7 +187,7 @@ def iqm(x):
 
 
 def bootstrap(statistic, strata, generator):
-    """The statistic of 2000 resamples; what is drawn again is the seeds (the first axis) within each stratum."""
+    """The statistic of 2000 resamples; drawn again are the seeds (first axis) of each stratum."""
     draws = [x[generator.integers(len(x), size=(2000, len(x)))] for x in strata]
     return statistic(np.concatenate(draws, axis=1))
 
@@ -172,23 +196,26 @@ def interval(statistic, strata, minus=()):
     """95 % bootstrap interval of a statistic, or of its difference between two sets of runs."""
     generator = np.random.default_rng(0)
     draws = bootstrap(statistic, strata, generator)
-    return np.percentile(draws - bootstrap(statistic, minus, generator) if minus else draws, [2.5, 97.5], axis=0)
+    if minus:
+        draws = draws - bootstrap(statistic, minus, generator)
+    return np.percentile(draws, [2.5, 97.5], axis=0)
 
 
 def improvement_interval(x, y, random, envs):
-    """95 % bootstrap interval of the improvement averaged over these environments; seeds are what is drawn again."""
-    generator, total = np.random.default_rng(0), 0
+    """95 % bootstrap interval of the improvement averaged over these environments; drawn again are
+    the seeds."""
+    generator = np.random.default_rng(0)
+    total = 0
     for env in envs:
-        gain, base = (
-            bootstrap(lambda draws: draws.mean(1), [np.array(list(scores[env].values()))], generator) - random[env]
-            for scores in (x, y)
-        )
+        runs = [[np.array(list(scores[env].values()))] for scores in (x, y)]
+        means = [bootstrap(lambda draws: draws.mean(1), strata, generator) for strata in runs]
+        gain, base = means - np.array(random[env])
         total += gain / base - 1
     return np.percentile(total / len(envs), [2.5, 97.5])
 
 
 def align(curves):
-    """Curves of several seeds on the steps that all of them cover: steps (n), returns (seeds, n)."""
+    """Curves of several seeds where all of them have steps: steps (n), returns (seeds, n)."""
     first, last = max(curve[0, 0] for curve in curves), min(curve[-1, 0] for curve in curves)
     steps = np.unique(np.concatenate([curve[:, 0] for curve in curves]))
     steps = steps[(first <= steps) & (steps <= last)]
@@ -198,7 +225,8 @@ def align(curves):
 def steps_to(threshold, curves):
     """The step at which the mean of the curves first reaches the threshold, or None."""
     steps, returns = align(curves)
-    reached = steps[returns.mean(0) >= threshold - 1e-6]  # the threshold may be such a mean itself, rounded otherwise
+    # The threshold may be such a mean itself, rounded otherwise.
+    reached = steps[returns.mean(0) >= threshold - 1e-6]
     return float(reached[0]) if len(reached) else None
 
 
@@ -217,7 +245,9 @@ def percent(values):
 
 def number(x, error=None):
     digits = 0 if abs(x) >= 100 else 1
-    return f"{x:.{digits}f}" + (f"\u00a0±\u00a0{error:.{digits}f}" if error is not None else "")  # on one line
+    if error is None:
+        return f"{x:.{digits}f}"
+    return f"{x:.{digits}f}\u00a0±\u00a0{error:.{digits}f}"  # on one line
 
 
 def cell(seeds):
@@ -233,6 +263,10 @@ def span(numbers):
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
+def curves_of(data, group):
+    return [curve for seeds in data.runs[group].values() for curve in seeds.values()]
+
+
 def markdown(header, rows, sentence, data=None, groups=()):
     """A table, and a line under it that ends with the seeds and steps of its groups."""
     if not rows:
@@ -241,8 +275,10 @@ def markdown(header, rows, sentence, data=None, groups=()):
     if groups:
         seeds = [span([len(seeds) for seeds in data.runs[group].values()]) for group in groups]
         counts = ", ".join(f"{name(group)} {n}" for group, n in zip(groups, seeds))
-        steps = [c[-1, 0] for group in groups for seeds in data.runs[group].values() for c in seeds.values()]
-        sentence += f" Seeds per environment: {counts if len(set(seeds)) > 1 else seeds[0]}. Steps: {span(steps)}."
+        if len(set(seeds)) == 1:
+            counts = seeds[0]
+        steps = [curve[-1, 0] for group in groups for curve in curves_of(data, group)]
+        sentence += f" Seeds per environment: {counts}. Steps: {span(steps)}."
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join([*("| " + " | ".join(map(str, line)) + " |" for line in lines), "", sentence])
 
@@ -263,18 +299,24 @@ def scores_table(data):
     random = {env: number(value) for env, value in data.random.items()}
     published = {env: f"{row['spu']:g}" for env, row in data.published.items()}
     columns = {"random": random} | columns | {PUBLISHED: published}
-    rows = [[env.removesuffix("-v4"), *(column.get(env, "—") for column in columns.values())] for env in envs]
+    rows = []
+    for env in envs:
+        cells = [column.get(env, "—") for column in columns.values()]
+        rows.append([env.removesuffix("-v4"), *cells])
     sentence = "Mean return of the last 100 episodes ± standard error over seeds (their number)."
     return markdown(["`-v4`", *columns], rows, sentence, data, groups)
 
 
 def comparisons(data):
-    """[(X, Y, improvement in each environment, the paper's in each, its average as text)] of those that have runs."""
+    """[(X, Y, improvement in each environment, the paper's in each, its average as text)] of those
+    that have runs."""
     found = []
     for x, y, key, average in COMPARISONS:
         if values := improvement(data.scores.get(x, {}), data.scores.get(y, {}), data.random):
             paper = {env: row[key] for env, row in data.published.items()} if key else {}
-            same = f"{mean(paper[env] for env in values):+.0f}; of all ten " if key and len(values) < 10 else ""
+            same = ""
+            if key and len(values) < 10:
+                same = f"{mean(paper[env] for env in values):+.0f}; of all ten "
             found.append((x, y, values, paper, f"{same}{average:+d}" if average else "—"))
     return found
 
@@ -288,58 +330,75 @@ def averages_table(data):
     rows, scores, found = [], data.scores, comparisons(data)
     for x, y, values, _, average in found:
         bounds = "—"
-        if min(len(scores[group][env]) for group in (x, y) for env in values) > 1:  # one seed has no spread
-            bounds = " to ".join(percent([v]) for v in improvement_interval(scores[x], scores[y], data.random, values))
+        # One seed has no spread.
+        if min(len(scores[group][env]) for group in (x, y) for env in values) > 1:
+            low_high = improvement_interval(scores[x], scores[y], data.random, values)
+            bounds = " to ".join(percent([v]) for v in low_high)
         rows.append([versus(x, y), f"**{percent(values.values())}**", bounds, average, len(values)])
     header = ["", "here", "95 % interval", "the paper, %", "environments"]
     sentence = (
-        "(X − random) / (Y − random) − 1 of means over seeds, averaged over environments (the paper: ten, with 10 "
-        "seeds). Intervals are bootstrapped over seeds, and too narrow with so few."
+        "(X − random) / (Y − random) − 1 of means over seeds, averaged over environments (the "
+        "paper: ten, with 10 seeds). Intervals are bootstrapped over seeds, and too narrow with so "
+        "few."
     )
     leads = []
     for _, y, values, *_ in (row for row in found if row[0] == "spu"):
-        inside, outside = ([v for env, v in values.items() if (env[:-3] in TUNED) == where] for where in (True, False))
-        leads += [f"over {name(y)} {percent(inside)} and {percent(outside)}"] if inside and outside else []
+        inside = [value for env, value in values.items() if env[:-3] in TUNED]
+        outside = [value for env, value in values.items() if env[:-3] not in TUNED]
+        if inside and outside:
+            leads.append(f"over {name(y)} {percent(inside)} and {percent(outside)}")
     if leads:
-        sentence += f" Where its constants were tuned ({', '.join(TUNED)}) and elsewhere, SPU is {', '.join(leads)}."
-    return markdown(header, rows, sentence, data, dict.fromkeys(group for x, y, *_ in found for group in (x, y)))
+        sentence += f" Where its constants were tuned ({', '.join(TUNED)}) and elsewhere, SPU is "
+        sentence += f"{', '.join(leads)}."
+    groups = dict.fromkeys(group for x, y, *_ in found for group in (x, y))
+    return markdown(header, rows, sentence, data, groups)
 
 
 def improvement_table(data):
     """Per environment and on average, each with the paper's percentage in brackets."""
     columns, averages, counts, found = [], [], [], comparisons(data)
     for _, _, values, paper, average in found:
-        columns.append({env: percent([v]) + (f" ({paper[env]:+.0f})" if paper else "") for env, v in values.items()})
+        column = {env: percent([value]) for env, value in values.items()}
+        if paper:
+            column = {env: f"{cell} ({paper[env]:+.0f})" for env, cell in column.items()}
+        columns.append(column)
         averages.append(f"**{percent(values.values())}** ({average})")
         counts.append(f"{len(values)} (10)")
-    rows = [[env, *(column.get(env, "—") for column in columns)] for env in sorted(set().union(*columns))]
+    envs = sorted(set().union(*columns))
+    rows = [[env, *(column.get(env, "—") for column in columns)] for env in envs]
     rows += [["**average**", *averages], ["environments", *counts]] if found else []
     sentence = (
-        "(X − random) / (Y − random) − 1 of means over seeds. In brackets the paper's, of 10 seeds; its averages "
-        "are of the same environments where it has them one by one, else of all ten."
+        "(X − random) / (Y − random) − 1 of means over seeds. In brackets the paper's, of 10 "
+        "seeds; its averages are of the same environments where it has them one by one, else of "
+        "all ten."
     )
     groups = dict.fromkeys(group for x, y, *_ in found for group in (x, y))
     return markdown(["", *(versus(x, y) for x, y, *_ in found)], rows, sentence, data, groups)
 
 
 def moved_table(data):
-    """How far an iteration moves the policy, and in how many epochs: which of SPU's limits was at work."""
+    """How far an iteration moves the policy, and in how many epochs: which limit was at work."""
     rows = []
     for env in sorted(data.moved.get("spu", {})):
-        (kl, epochs), ppo = np.mean(list(data.moved["spu"][env].values()), axis=0), data.moved.get("ppo", {}).get(env)
-        rows.append(
-            [env, f"{kl:.4f}", f"{epochs:.1f}", f"{np.mean(list(ppo.values()), axis=0)[0]:.4f}" if ppo else "—"]
-        )
+        kl, epochs = np.mean(list(data.moved["spu"][env].values()), axis=0)
+        ppo_kl = "—"
+        if ppo := data.moved.get("ppo", {}).get(env):
+            ppo_kl = f"{np.mean(list(ppo.values()), axis=0)[0]:.4f}"
+        rows.append([env, f"{kl:.4f}", f"{epochs:.1f}", ppo_kl])
+    counts = []
+    for group in ("spu", "ppo"):
+        if group in data.moved:
+            seeds = span(len(seeds) for seeds in data.moved[group].values())
+            counts.append(f"{name(group)}: {seeds}")
     sentence = (
-        "Mean KL(π_θ‖π_k) after an iteration and mean number of epochs, over the whole run and all seeds that kept it"
+        "Mean KL(π_θ‖π_k) after an iteration and mean number of epochs, over the whole run and all "
+        f"seeds that kept it ({', '.join(counts)})."
     )
-    counts = {group: span(len(seeds) for seeds in envs.values()) for group, envs in data.moved.items()}
-    sentence += " (" + ", ".join(f"{name(g)}: {counts[g]}" for g in ("spu", "ppo") if g in counts) + ")."
     return markdown(["", "SPU, mean KL", "SPU, epochs", "our PPO, mean KL"], rows, sentence)
 
 
 def ablation_table(data):
-    """Every row on the same runs: the environments and seeds that full SPU and all of the ablations have."""
+    """Every row on the same runs: environments and seeds that full SPU and all ablations have."""
     scores = data.scores
     common = full = scores.get(ABLATION_BASELINE, {})
     groups = [group for group in PAPER_ABLATION if shared(scores.get(group, {}), full)]
@@ -350,10 +409,11 @@ def ablation_table(data):
         part = shared(scores[group], common)
         over_trpo = percent(improvement(part, scores.get("trpo", {}), data.random).values())
         title = "full SPU" if group == ABLATION_BASELINE else name(group)
-        rows.append([title, *map(cell, part.values()), over_trpo, f"{PAPER_ABLATION.get(group, 27):+d} %"])
+        paper = f"{PAPER_ABLATION.get(group, 27):+d} %"
+        rows.append([title, *map(cell, part.values()), over_trpo, paper])
     header = ["", *common, "over TRPO", "the paper, ten environments"]
-    sentence = "Scores ± standard error over seeds (number of seeds), and (X − random) / (TRPO − random) − 1 averaged."
-    sentence += " All with `--max-epochs 30`, as in the paper."
+    sentence = "Scores ± standard error over seeds (number of seeds), and (X − random) / "
+    sentence += "(TRPO − random) − 1 averaged. All with `--max-epochs 30`, as in the paper."
     return markdown(header, rows, sentence, data, [ABLATION_BASELINE, *groups, "trpo"])
 
 
@@ -362,27 +422,33 @@ def iqm_table(data):
 
     def normalised(group, seeds):
         """The runs of each environment, where 0 is the random policy and 1 the published SPU."""
-        envs = {env: part for env, part in data.scores[group].items() if env in data.random and env in data.published}
-        for env, part in envs.items():
-            zero, one = data.random[env], data.published[env]["spu"]
-            yield (np.array([score for seed, score in part.items() if seed in seeds]) - zero) / (one - zero)
+        for env, part in data.scores[group].items():
+            if env in data.random and env in data.published:
+                zero = data.random[env]
+                one = data.published[env]["spu"]
+                scores = np.array([score for seed, score in part.items() if seed in seeds])
+                yield (scores - zero) / (one - zero)
 
     for group in (group for group in [*ALGORITHMS, ABLATION_BASELINE] if group in data.runs):
         parts = strata[group] = list(normalised(group, range(101)))
         runs, (low, high) = np.concatenate(parts), interval(iqm, parts)
-        bounds = f"{low:.2f} to {high:.2f}" if min(map(len, parts)) > 1 else "—"  # one seed has no spread
+        bounds = f"{low:.2f} to {high:.2f}"
+        if min(map(len, parts)) == 1:
+            bounds = "—"  # one seed has no spread
         rows.append([name(group), f"{iqm(runs):.2f}", bounds, len(parts), len(runs)])
     header = ["", "interquartile mean", "95 % interval", "environments", "runs"]
     sentence = (
-        "0 is the random policy, 1 the published SPU. No interval where an environment has one seed; with two it "
-        "is far too narrow. Compare only rows with the same environments."
+        "0 is the random policy, 1 the published SPU. No interval where an environment has one "
+        "seed; with two it is far too narrow. Compare only rows with the same environments."
     )
     if (spu := strata.get("spu")) and (ppo := strata.get("ppo")):
         low, high = interval(iqm, spu, minus=ppo)
         gap = iqm(np.concatenate(spu)) - iqm(np.concatenate(ppo))
-        first = {group: iqm(np.concatenate(list(normalised(group, (1, 2))))) for group in ("spu", "ppo")}
-        sentence += f" SPU less our PPO: {gap:.2f} ({low:.2f} to {high:.2f}). On seeds 1 and 2 alone: "
-        sentence += f"SPU {first['spu']:.2f}, our PPO {first['ppo']:.2f}."
+        first_spu, first_ppo = (
+            iqm(np.concatenate(list(normalised(group, (1, 2))))) for group in ("spu", "ppo")
+        )
+        sentence += f" SPU less our PPO: {gap:.2f} ({low:.2f} to {high:.2f}). On seeds 1 and 2 "
+        sentence += f"alone: SPU {first_spu:.2f}, our PPO {first_ppo:.2f}."
     return markdown(header, rows, sentence, data, [*ALGORITHMS, ABLATION_BASELINE])
 
 
@@ -396,16 +462,23 @@ def steps_to_ppo_table(data):
                 step = steps_to(score, curves) if curves else None
                 row.append(f"{step / 1e6:.2f}" if step else "—" if curves else "")
             rows.append([f"{env}, {name(reference)}", number(score), *row])
-    sentence = "Million steps until the mean curve first reaches that score (—: not at all; nothing: no runs)."
+    sentence = "Million steps until the mean curve first reaches that score (—: not at all; "
+    sentence += "nothing: no runs)."
     return markdown(["final score of", "", *map(name, groups)], rows, sentence, data, groups)
 
 
 def tuning_table(data, script):
-    """Every setting tried on the tuning seeds, against the default on the same environments, seeds and steps."""
-    rows, tuning = [], data.tuning[script]
+    """Every setting tried on the tuning seeds, against the default on the same environments, seeds
+    and steps."""
+    rows = []
+    tuning = data.tuning[script]
     envs = sorted({env for part in tuning.values() for env in part})
-    for flags, part in sorted(tuning.items(), key=lambda item: ("--total-timesteps" in item[0], item[0])):
-        scores = [", ".join(number(score) for _, score in sorted(part.get(env, {}).items())) or "—" for env in envs]
+    for flags in sorted(tuning, key=lambda flags: ("--total-timesteps" in flags, flags)):
+        part = tuning[flags]
+        scores = []
+        for env in envs:
+            seeds = sorted(part.get(env, {}).items())
+            scores.append(", ".join(number(score) for _, score in seeds) or "—")
         length = "".join(re.findall(r"--total-timesteps \d+", flags))
         default = tuning.get(length, {}) if flags != length else {}
         pairs = shared(part, default)
@@ -413,18 +486,22 @@ def tuning_table(data, script):
         change += f" ({sum(map(len, pairs.values()))})" if pairs else ""
         rows.append([f"`{flags}`" if flags else "**the default**", *scores, change])
     sentence = (
-        "Mean return of the last 100 episodes, after a million steps if not said otherwise, with tuning seeds 101 and "
-        "102, in this order (one number: 101). The last column is the improvement over the default on the same "
-        "environments and seeds (number of runs)."
+        "Mean return of the last 100 episodes, after a million steps if not said otherwise, with "
+        "tuning seeds 101 and 102, in this order (one number: 101). The last column is the "
+        "improvement over the default on the same environments and seeds (number of runs)."
     )
     return markdown(["", *envs, "over the default"], rows, sentence)
 
 
 def sensitivity(data):
-    """{group: mean improvement over TRPO} of the random hyper-parameter vectors, the worst first."""
+    """{group: mean improvement over TRPO} of the random vectors of constants, the worst first."""
     scores = data.scores
-    values = {g: improvement(scores[g], scores.get("trpo", {}), data.random) for g in scores if g.startswith(VECTORS)}
-    return dict(sorted(((group, mean(v.values())) for group, v in values.items() if v), key=lambda item: item[1]))
+    means = {}
+    for group in scores:
+        if group.startswith(VECTORS):
+            if values := improvement(scores[group], scores.get("trpo", {}), data.random):
+                means[group] = mean(values.values())
+    return {group: means[group] for group in sorted(means, key=means.get)}
 
 
 def sensitivity_table(data):
@@ -436,11 +513,13 @@ def sensitivity_table(data):
     if not rows:
         return markdown([], [], "")
     x = list(values.values())
-    curves = [curve for group in values for seeds in data.runs[group].values() for curve in seeds.values()]
+    curves = [curve for group in values for curve in curves_of(data, group)]
+    quarter = percent([x[len(x) // 4]])
+    half = percent([x[len(x) // 2]])
     sentence = (
-        f"{sum(v > 0 for v in x)} of {len(x)} beat TRPO; 75 % reach at least {percent([x[len(x) // 4]])}, "
-        f"50 % at least {percent([x[len(x) // 2]])}. In the paper all of 100 do, 75 % by +18 %, 50 % by +21 %. "
-        f"Number of seeds in brackets. Steps: {span(curve[-1, 0] for curve in curves)}."
+        f"{sum(v > 0 for v in x)} of {len(x)} beat TRPO; 75 % reach at least {quarter}, 50 % at "
+        f"least {half}. In the paper all of 100 do, 75 % by +18 %, 50 % by +21 %. Number "
+        f"of seeds in brackets. Steps: {span(curve[-1, 0] for curve in curves)}."
     )
     return markdown(["options", *envs, "over TRPO"], rows, sentence)
 
@@ -449,11 +528,17 @@ def speed_table(data):
     """Ratios round by round, since a slow spell of the machine meets all programs of a round."""
 
     def ratio(rows, spu, peer):
-        values = [float(row[spu]) / float(row[peer]) for row in rows if row.get(spu) and row.get(peer)]
-        return f"{np.median(values):.2g} ({min(values):.2g} to {max(values):.2g})" if values else "—"
+        pairs = [(row[spu], row[peer]) for row in rows if row.get(spu) and row.get(peer)]
+        values = [float(a) / float(b) for a, b in pairs]
+        if not values:
+            return "—"
+        return f"{np.median(values):.2g} ({min(values):.2g} to {max(values):.2g})"
 
     peers = [f"{who}_steps_per_second" for who in ("sb3_ppo", "plain_ppo", "our_ppo")]
-    kinds = {"spu_10_epochs_steps_per_second": "10 epochs (the default)", "spu_steps_per_second": "30 epochs"}
+    kinds = {
+        "spu_10_epochs_steps_per_second": "10 epochs (the default)",
+        "spu_steps_per_second": "30 epochs",
+    }
     table = []
     for env in dict.fromkeys(row["env_id"] for row in data.speed):
         rows = [row for row in data.speed if row["env_id"] == env]
@@ -463,35 +548,50 @@ def speed_table(data):
                 ratios = [ratio(rows, column, peer) for peer in peers]
                 table.append([f"{env}, {kind}", f"{np.median(values):.0f}", *ratios, len(values)])
     memory = {row["env_id"]: row["spu_memory_mb"] for row in data.speed}
+    memory = ", ".join(f"{env} {mb} MB" for env, mb in memory.items())
     note = (
-        "SPU's steps per second, and its multiple of the others' (range): medians of rounds that run all programs in "
-        "turn, one thread each on MuJoCo, all cores on Atari. On MuJoCo the others do 10 epochs. Plain PPO is in the "
-        f"style of CleanRL, not compiled. Memory of SPU: {', '.join(f'{env} {mb} MB' for env, mb in memory.items())}."
+        "SPU's steps per second, and its multiple of the others' (range): medians of rounds that "
+        "run all programs in turn, one thread each on MuJoCo, all cores on Atari. On MuJoCo the "
+        "others do 10 epochs. Plain PPO is in the style of CleanRL, not compiled. Memory of SPU: "
+        f"{memory}."
     )
-    return markdown(["", "SPU, steps/s", "× SB3 PPO", "× plain PPO", "× our PPO", "rounds"], table, note)
+    header = ["", "SPU, steps/s", "× SB3 PPO", "× plain PPO", "× our PPO", "rounds"]
+    return markdown(header, table, note)
 
 
 def atari_table(data):
-    """A row per run: the games' scores as training goes on, and the options that differ from the default."""
+    """A row per run: the games' scores as training goes on, and its options."""
     rows = []
-    for group in sorted((group for group in data.runs if "atari" in group), key=lambda g: (g not in ATARI, g)):
+    groups = [group for group in data.runs if "atari" in group]
+    for group in sorted(groups, key=lambda group: (group not in ATARI, group)):
         options = re.sub(r" ?--total-timesteps \d+", "", data.options[group])
         title = ATARI[group][0] if group in ATARI else f"SPU `{options}`"
         for env, seeds in data.runs[group].items():
             for seed, curve in seeds.items():
-                points = [curve[np.searchsorted(curve[:, 0], q / 4 * curve[-1, 0]), 1] for q in range(1, 5)]
-                rows.append([env, title, seed, f"{curve[-1, 0]:,.0f}", number(curve[0, 1]), *map(number, points)])
+                steps, scores = curve.T
+                points = np.searchsorted(steps, np.arange(1, 5) / 4 * steps[-1])
+                shown = [number(score) for score in (scores[0], *scores[points])]
+                rows.append([env, title, seed, f"{steps[-1]:,.0f}", *shown])
     header = ["", "algorithm", "seed", "steps", "first games", "after ¼", "½", "¾", "at the end"]
     sentence = "Mean score of the last 100 games of a single run each, true and over all lives."
     return markdown(header, sorted(rows, key=lambda row: row[0] != "Pong"), sentence)
 
 
-TABLES = {"scores": scores_table, "averages": averages_table, "improvement": improvement_table, "moved": moved_table}
-TABLES |= {"ablation": ablation_table, "iqm": iqm_table, "steps_to_ppo": steps_to_ppo_table}
-TABLES |= {"sensitivity": sensitivity_table}
-TABLES |= {"speed": speed_table, "atari": atari_table, "details": lambda data: tuning_table(data, "spu_continuous")}
-TABLES |= {"linf": lambda data: tuning_table(data, "spu_linf")}
-TABLES |= {"reverse_kl": lambda data: tuning_table(data, "spu_reverse_kl")}
+TABLES = {
+    "scores": scores_table,
+    "averages": averages_table,
+    "improvement": improvement_table,
+    "moved": moved_table,
+    "ablation": ablation_table,
+    "iqm": iqm_table,
+    "steps_to_ppo": steps_to_ppo_table,
+    "sensitivity": sensitivity_table,
+    "speed": speed_table,
+    "atari": atari_table,
+    "details": lambda data: tuning_table(data, "spu_continuous"),
+    "linf": lambda data: tuning_table(data, "spu_linf"),
+    "reverse_kl": lambda data: tuning_table(data, "spu_reverse_kl"),
+}
 
 
 def fill(text, tables):
@@ -514,7 +614,8 @@ def fill(text, tables):
 
 
 def draw_curves(data, envs, path, algorithms=ALGORITHMS):
-    """A panel per environment: mean over seeds, a 95 % bootstrap interval, and the published score of SPU."""
+    """A panel per environment: mean over seeds, a 95 % bootstrap interval, and SPU's published
+    score."""
     columns = min(len(envs), 4)
     rows = -(-len(envs) // columns)
     full = rows * columns == len(envs)  # no place left for the legend, so it goes below
@@ -530,23 +631,29 @@ def draw_curves(data, envs, path, algorithms=ALGORITHMS):
                 handles[title] = axis.plot(steps / 1e6, returns.mean(0), **line)[0]
                 if len(curves) > 1:
                     low, high = interval(lambda draws: draws.mean(1), [returns])
-                    axis.fill_between(steps / 1e6, low, high, color=color, alpha=0.15, lw=0, zorder=front - 1)
+                    shade = {"color": color, "alpha": 0.15, "lw": 0, "zorder": front - 1}
+                    axis.fill_between(steps / 1e6, low, high, **shade)
         if env in data.published:
             line = axis.axhline(data.published[env]["spu"], color="0.25", lw=1.2, ls=":", zorder=2)
             handles[PUBLISHED] = line
         axis.set_title(env, fontsize=10)
         axis.set_xlabel("million steps" if index + columns >= len(envs) else "", fontsize=9)
-        axis.yaxis.set_major_formatter(lambda y, _: f"{y / 1000:g}k" if abs(y) >= 10_000 else f"{y:g}")
+        axis.yaxis.set_major_formatter(
+            lambda y, _: f"{y / 1000:g}k" if abs(y) >= 10_000 else f"{y:g}"
+        )
         axis.set_xlim(left=0)
         axis.tick_params(labelsize=8, length=2)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="0.93")
     for axis in axes.flat[len(envs) :]:
         axis.axis("off")
-    titles = [title for title in [*(title for title, _ in algorithms.values()), PUBLISHED] if title in handles]
-    legend = {"handles": [handles[title] for title in titles], "labels": titles, "frameon": False, "fontsize": 9}
+    titles = [*(title for title, _ in algorithms.values()), PUBLISHED]
+    titles = [title for title in titles if title in handles]
+    legend = {"handles": [handles[title] for title in titles], "labels": titles}
+    legend |= {"frameon": False, "fontsize": 9}
     if full:
-        figure.legend(loc="outside lower center", ncols=len(titles) if len(titles) < 6 else 4, **legend)
+        columns = len(titles) if len(titles) < 6 else 4
+        figure.legend(loc="outside lower center", ncols=columns, **legend)
     else:
         axes.flat[-1].legend(loc="center right", **legend)
     figure.supylabel("return of the last 100 episodes", fontsize=9)
@@ -569,7 +676,8 @@ def draw_sensitivity(data, path):
 def save(figure, path):
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-    Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)  # 256 colours: a third of the size
+    # 256 colours: a third of the size.
+    Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
     plt.close(figure)
     print(f"wrote {path.name}")
 
@@ -585,14 +693,17 @@ def main():
         refuse(f"there is no folder {args.results}.")
     data = load(args.results)
     tables = {table: make(data) for table, make in TABLES.items()}
-    for readme in (path for path in (args.output / "README.md", args.output / "benchmark/README.md") if path.exists()):
+    for title in ("README.md", "benchmark/README.md"):
+        readme = args.output / title
+        if not readme.exists():
+            continue
         old = readme.read_text()
         try:
             new = fill(old, tables)
         except ValueError as error:
-            refuse(f"{readme.relative_to(args.output)}: {error}")
+            refuse(f"{title}: {error}")
         if args.check and new != old:
-            refuse(f"{readme.relative_to(args.output)} is out of date: run `python benchmark/report.py`.", 1)
+            refuse(f"{title} is out of date: run `python benchmark/report.py`.", 1)
         if new != old:
             readme.write_text(new)
     if args.check:

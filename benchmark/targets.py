@@ -1,10 +1,11 @@
-"""The picture of section 5: how the three constraints reshape one policy in one state, at equal constraint size.
+"""How the three constraints reshape one policy in one state, at equal constraint size: a picture.
 
     python benchmark/targets.py        # writes benchmark/results/targets.png
 
-The policy is a standard Gaussian over one action and the advantage a smooth function of that action, with mean 0 and
-variance 1 under the policy. The targets are solved by the scripts' own functions. Their constraints measure different
-things, so they are made equal to second order, where KL(pi || pi_k) = KL(pi_k || pi) = E[(ratio - 1)^2] / 2.
+The policy is a standard Gaussian over one action and the advantage a smooth function of that
+action, with mean 0 and variance 1 under the policy. The targets are solved by the scripts' own
+functions. Their constraints measure different things, so they are made equal to second order, where
+KL(pi || pi_k) = KL(pi_k || pi) = E[(ratio - 1)^2] / 2.
 """
 
 import sys
@@ -18,8 +19,8 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import spu_linf
-import spu_reverse_kl
+import spu_linf  # noqa: E402
+import spu_reverse_kl  # noqa: E402
 
 SIZE, EPSILON = 0.1, 0.6  # the constraint, and the clip of the L-infinity target
 COLORS = {"forward KL": "#1b6ca8", "reverse KL": "#c8553d", "L-infinity": "#3c8d40"}
@@ -30,46 +31,56 @@ def policy_and_advantage(points=4001):
     actions = np.linspace(-5, 5, points)
     pi_k = np.exp(-(actions**2) / 2)
     pi_k /= pi_k.sum()
-    advantages = np.tanh(1.5 * (actions - 0.3)) - 0.35 * (actions - 0.8) ** 2  # best at a moderate action to the right
+    # Best at a moderate action to the right.
+    advantages = np.tanh(1.5 * (actions - 0.3)) - 0.35 * (actions - 0.8) ** 2
     advantages -= pi_k @ advantages
     return actions, pi_k, advantages / np.sqrt(pi_k @ advantages**2)
 
 
 def targets(pi_k, advantages, size=SIZE, epsilon=EPSILON):
-    """The ratio pi*/pi_k of each constraint, as a function of the advantage, and at the given advantages."""
+    """The ratio pi*/pi_k of each constraint, as a function of the advantage; and lambda'."""
     low, high = 1e-3, 1e3
     for _ in range(100):  # forward KL: the lambda at which KL(pi* || pi_k) is the constraint's size
         lam = np.sqrt(low * high)
         ratio = np.exp(advantages / lam) / (pi_k @ np.exp(advantages / lam))
         low, high = (lam, high) if pi_k @ (ratio * np.log(ratio)) > size else (low, lam)
     partition = pi_k @ np.exp(advantages / lam)
-    inverse = np.exp(-spu_reverse_kl.log_target_ratios(advantages, size, weights=pi_k))  # (lambda' - A) / lambda
+    # Reverse KL: the inverse ratio is (lambda' - A) / lambda.
+    inverse = np.exp(-spu_reverse_kl.log_target_ratios(advantages, size, weights=pi_k))
     slope, intercept = np.polyfit(advantages, inverse, 1)
     lam_backward, lam_prime = -1 / slope, -intercept / slope
     # The sum over samples becomes an expectation: as many samples of each action as pi_k says.
     sample = np.repeat(advantages, np.round(pi_k / pi_k.max() * 100).astype(int))
     slope = spu_linf.solve_lambda(sample, epsilon, 2 * size * len(sample))
-    return {
+
+    def reverse(a):
+        return np.where(a < lam_prime, lam_backward / np.maximum(lam_prime - a, 1e-9), np.nan)
+
+    ratios = {
         "forward KL": lambda a: np.exp(a / lam) / partition,
-        "reverse KL": lambda a: np.where(a < lam_prime, lam_backward / np.maximum(lam_prime - a, 1e-9), np.nan),
+        "reverse KL": reverse,
         "L-infinity": lambda a: spu_linf.target_ratios(a, slope, epsilon),
-    }, lam_prime
+    }
+    return ratios, lam_prime
 
 
 def main():
     actions, pi_k, advantages = policy_and_advantage()
     ratios, lam_prime = targets(pi_k, advantages)
+    width = actions[1] - actions[0]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), constrained_layout=True)
     grid = np.linspace(advantages[pi_k > 1e-3 * pi_k.max()].min(), advantages.max(), 500)
     for name, ratio in ratios.items():
-        left.plot(grid, ratio(grid), color=COLORS[name], lw=2, label=name)
-        right.plot(actions, ratio(advantages) * pi_k / (actions[1] - actions[0]), color=COLORS[name], lw=2, label=name)
+        style = {"color": COLORS[name], "lw": 2, "label": name}
+        left.plot(grid, ratio(grid), **style)
+        right.plot(actions, ratio(advantages) * pi_k / width, **style)
     left.axhline(1, color="0.7", lw=1, zorder=0)
     left.axvline(lam_prime, color=COLORS["reverse KL"], lw=1, ls=":")
     left.text(lam_prime, 0.05, " λ′", color=COLORS["reverse KL"])
-    left.set(xlabel="advantage A", ylabel="target ratio π*/π$_k$", ylim=(0, 2.6), xlim=(-4, lam_prime + 0.4))
+    left.set(xlabel="advantage A", ylabel="target ratio π*/π$_k$")
+    left.set(xlim=(-4, lam_prime + 0.4), ylim=(0, 2.6))
     left.set_title("exponential, hyperbolic, clipped-linear")
-    right.plot(actions, pi_k / (actions[1] - actions[0]), color="0.3", lw=1.5, ls="--", label="π$_k$")
+    right.plot(actions, pi_k / width, color="0.3", lw=1.5, ls="--", label="π$_k$")
     scaled = advantages / 12
     right.plot(actions, scaled, color="0.75", lw=1, label="A (scaled)")
     right.set(xlabel="action a", ylabel="density", xlim=(-3, 3), ylim=(-0.25, 0.75))

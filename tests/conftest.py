@@ -24,14 +24,23 @@ def command(script, *options):
 
 
 def environment(**extra):
-    quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1"}  # a core for each test
+    quiet = {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "OMP_NUM_THREADS": "1",
+    }  # a core for each test
     return os.environ | quiet | {"PYTHONPATH": str(ROOT / "tests")} | extra
 
 
 def run(script, *options, cwd, code=0, **extra):
     """Run the script in the folder cwd and return what it printed; its exit code must be `code`."""
     done = subprocess.run(
-        command(script, *options), cwd=cwd, env=environment(**extra), capture_output=True, text=True, timeout=300
+        command(script, *options),
+        cwd=cwd,
+        env=environment(**extra),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
@@ -47,7 +56,10 @@ def events(folder):
     """{tag: [(step, value), ...]} of all scalars, as TensorBoard shows them."""
     accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     accumulator.Reload()
-    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+    return {
+        tag: [(e.step, e.value) for e in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
+    }
 
 
 def values(folder, tag):

@@ -1,4 +1,5 @@
-"""What each of several processes does in test_atari.py: torchrun processes.py gradient FOLDER, or train FOLDER …"""
+"""What each of several processes does in test_atari.py: torchrun processes.py share FOLDER, or
+train FOLDER OPTION …"""
 
 import sys
 from pathlib import Path
@@ -9,47 +10,62 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import spu_atari
 
 
-def random_batch(samples, actions=4):
+def random_data(samples, actions=4):
+    """What `estimate` returns, but random."""
     generator = torch.Generator().manual_seed(7)
-    obs = torch.randint(0, 256, (samples, 4, 84, 84), dtype=torch.uint8, generator=generator)
-    chosen = torch.randint(0, actions, (samples,), generator=generator)
     advantages, targets = torch.randn(2, samples, generator=generator)
-    old = (0.1 * torch.randn(samples, actions, generator=generator)).log_softmax(-1)
-    return [obs, chosen, advantages, targets, old]
+    logits = 0.1 * torch.randn(samples, actions, generator=generator)
+    size = (samples, 4, 84, 84)
+    return {
+        "obs": torch.randint(0, 256, size, dtype=torch.uint8, generator=generator),
+        "actions": torch.randint(0, actions, (samples,), generator=generator),
+        "advantages": advantages,
+        "value_targets": targets,
+        "old_log_probs": logits.log_softmax(-1),
+    }
 
 
-def new_state(actions=4, dtype=torch.float32):
+def new_agent(actions=4):
     torch.manual_seed(0)
-    agent = spu_atari.Agent(actions).to(dtype)
-    params = {name: p.detach() for name, p in agent.named_parameters()}
-    adam = {f"{moment}.{name}": torch.zeros_like(p) for moment in ("m", "v") for name, p in params.items()}
-    return agent, params, adam | {"step": torch.zeros(())}
+    agent = spu_atari.Agent(actions)
+    return agent, torch.optim.Adam(agent.parameters(), 1e-4, eps=1e-5)
 
 
-def gradient(folder):
-    """This process's share of 32 samples; Adam's first moment after one step is a tenth of the gradient."""
-    spu_atari.join_processes("0")
-    agent, params, adam = new_state()
-    share = 32 // spu_atari.WORLD
-    batch = [x[share * spu_atari.RANK :][:share] for x in random_batch(32)]
-    with torch.no_grad():
-        spu_atari.minibatch_step(params, adam, torch.tensor(1e-4), agent, batch, spu_atari.Args())
-    torch.save(adam, f"{folder}/{spu_atari.RANK}.pt")
+def step_and_see(rows):
+    """A gradient step on these rows of 32 samples, and a look at them. Returns the gradient, Adam's
+    first moments and the moments of the pixels."""
+    agent, optimizer = new_agent()
+    data = random_data(32)
+    measures = spu_atari.gradient_step(agent, optimizer, data, rows, spu_atari.Args())
+    agent.see(data["obs"][rows])
+    state = {f"gradient {name}": p.grad for name, p in agent.named_parameters()}
+    state |= {f"mean {name}": optimizer.state[p]["exp_avg"] for name, p in agent.named_parameters()}
+    return state | measures | {"pixel_moments": agent.pixel_moments}
+
+
+def share(folder):
+    """This process's share of the samples."""
+    spu_atari.join_processes()
+    rows = torch.arange(32).chunk(spu_atari.WORLD)[spu_atari.RANK]
+    torch.save(step_and_see(rows), f"{folder}/{spu_atari.RANK}.pt")
 
 
 def train(folder):
-    """The script's own main, and the weights it leaves in this process."""
-    step, seen = spu_atari.minibatch_step, {}
+    """The script's own main, and what it leaves in this process: the agent, Adam and the batch."""
+    step = spu_atari.gradient_step
+    seen = []
 
-    def watched(params, adam, *rest):
-        seen.update(params | adam)
-        return step(params, adam, *rest)
+    def watched(agent, optimizer, data, *rest):
+        seen[:] = [agent, optimizer, data]
+        return step(agent, optimizer, data, *rest)
 
-    spu_atari.minibatch_step = watched
+    spu_atari.gradient_step = watched
     spu_atari.main()
-    torch.save(seen, f"{folder}/{spu_atari.RANK}.pt")
+    agent, optimizer, data = seen
+    state = {"agent": agent.state_dict(), "adam": optimizer.state_dict(), "obs": data["obs"]}
+    torch.save(state, f"{folder}/{spu_atari.RANK}.pt")
 
 
 if __name__ == "__main__":
     what, folder, *sys.argv[1:] = sys.argv[1:]
-    {"gradient": gradient, "train": train}[what](folder)
+    {"share": share, "train": train}[what](folder)

@@ -1,49 +1,318 @@
-"""The benchmark's runner: it keeps what a run learned, skips what is there, and goes on where it was cut off."""
+"""The benchmark: its runner keeps what a run learned and goes on where it was cut off, its plan is
+the protocol's, and the algorithms that SPU is compared with are what they say they are."""
 
 import csv
-import importlib.util
+import importlib
+import re
+import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, events, run_dir
+import torch
+import tyro
+from conftest import QUICK, ROOT, environment, events, run, run_dir, values
+from torch.distributions import Independent, Normal, kl_divergence
+from torch.utils.tensorboard import SummaryWriter
+
+from benchmark import ppo_continuous as ppo
+from benchmark import run as benchmark_run
+from benchmark import trpo_continuous as trpo
+
+# ------------------------------------------------------------------- The runner
 
 
 @pytest.fixture
 def runner(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("benchmark_run", ROOT / "benchmark" / "run.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    flags = "--num-steps 200 --total-timesteps 1200 --max-epochs 1 --no-compile --eval-episodes 1 --checkpoint-every 1"
-    monkeypatch.setattr(module, "PLAN", {"small": ("spu_continuous", ["Pendulum-v1"], [1], flags)})
-    monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(module, "WORK", tmp_path / "work")
-    return module
+    """The runner with one small job, in a folder of its own. An episode is a batch, so a run that
+    is resumed loses nothing."""
+    flags = "--num-steps 200 --total-timesteps 6000 --max-epochs 1 --no-compile --eval-episodes 1"
+    plan = {"small": ("spu_continuous", ["Pendulum-v1"], [1], flags)}
+    monkeypatch.setattr(benchmark_run, "PLAN", plan)
+    monkeypatch.setattr(benchmark_run, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(benchmark_run, "WORK", tmp_path / "work")
+    return benchmark_run
 
 
-def main(runner, monkeypatch, *words):
+def main(monkeypatch, *words):
     monkeypatch.setattr(sys, "argv", ["run.py", *words])
-    runner.main()
+    benchmark_run.main()
+
+
+def read_curve(path):
+    lines = path.read_text().splitlines()
+    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    steps = [int(row["step"]) for row in rows]
+    return lines[:3], steps, [float(row["return"]) for row in rows]
 
 
 def test_a_job_leaves_its_curve_and_is_not_run_again(runner, monkeypatch, tmp_path, capsys):
-    main(runner, monkeypatch, "small", "--dry-run")
+    main(monkeypatch, "small", "--dry-run")
     assert capsys.readouterr().out == "python benchmark/run.py small --only Pendulum-v1__1\n"
-    main(runner, monkeypatch, "small")
-    lines = (tmp_path / "results" / "small" / "Pendulum-v1__1.csv").read_text().splitlines()
-    assert lines[0].startswith("# command: python spu_continuous.py --env-id Pendulum-v1 --seed 1 --num-steps 200")
-    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
-    assert [int(row["step"]) for row in rows] == [200, 400, 600, 800, 1000, 1200]
+    main(monkeypatch, "small")
+    path = tmp_path / "results" / "small" / "Pendulum-v1__1.csv"
+    header, steps, curve = read_curve(path)
+    start = "# command: python spu_continuous.py --env-id Pendulum-v1 --seed 1 --num-steps 200"
+    assert header[0].startswith(start)
+    assert steps == list(range(200, 6001, 200))
     scalars = events(run_dir(tmp_path / "work" / "small" / "Pendulum-v1__1"))
     returns = [value for _, value in scalars["charts/episodic_return"]]
     kl = np.array([value for _, value in scalars["spu/kl_mean"]])
-    moved = f"mean of spu/kl_mean: {kl.mean():.3g}, median {np.median(kl):.3g}, most {kl.max():.3g}"
-    assert lines[2].endswith(f", episodes: 6, {moved}, mean of spu/epochs_used: 1, median 1, most 1")
-    np.testing.assert_allclose([float(row["return"]) for row in rows], np.cumsum(returns) / np.arange(1, 7), atol=0.01)
-    main(runner, monkeypatch, "small", "--dry-run")
+    moved = f"mean of spu/kl_mean: {kl.mean():.3g}, median {np.median(kl):.3g}"
+    moved += f", most {kl.max():.3g}, mean of spu/epochs_used: 1, median 1, most 1"
+    assert header[2].endswith(f", episodes: 30, {moved}")
+    np.testing.assert_allclose(curve, np.cumsum(returns) / np.arange(1, 31), atol=0.01)
+    main(monkeypatch, "small", "--dry-run")
     assert capsys.readouterr().out == ""
+
+    # Another seed than the plan's is still to do.
+    main(monkeypatch, "small", "--seeds", "1", "2", "--dry-run")
+    assert capsys.readouterr().out == "python benchmark/run.py small --only Pendulum-v1__2\n"
+
+    # A finished run whose curve was not kept is not trained again.
+    path.unlink()
+    monkeypatch.setattr(runner.subprocess, "run", lambda *_, **__: pytest.fail("trained again"))
+    main(monkeypatch, "small", "--only", "Pendulum-v1__1")
+    assert read_curve(path)[2] == curve
+
+
+def test_a_job_that_was_killed_goes_on_as_if_nothing_had_happened(runner, monkeypatch, tmp_path):
+    folder = tmp_path / "work" / "small" / "Pendulum-v1__1"
+    folder.mkdir(parents=True)
+    script, *options = runner.command("small", "Pendulum-v1", 1)
+    command = [sys.executable, str(ROOT / script), *options]
+    process = subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.DEVNULL)
+    done = 0
+    while done < 3:
+        time.sleep(0.02)
+        assert process.poll() is None
+        if agent := runner.newest_agent(folder):
+            done = torch.load(agent, weights_only=True)["iterations_done"]
+    process.kill()
+    process.wait()
+    assert not runner.is_finished(runner.newest_agent(folder))
+
+    main(monkeypatch, "small")
+    _, steps, curve = read_curve(tmp_path / "results" / "small" / "Pendulum-v1__1.csv")
+    assert runner.is_finished(run_dir(folder) / "agent.pt")  # the only run
+    run("spu_continuous", *options, cwd=tmp_path)  # the same, in one go
+    returns = np.array(values(run_dir(tmp_path), "charts/episodic_return"))
+    assert steps == list(range(200, 6001, 200))
+    np.testing.assert_allclose(curve, np.cumsum(returns) / np.arange(1, 31), atol=0.01)
 
 
 def test_an_unknown_group_is_refused(runner, monkeypatch):
     with pytest.raises(SystemExit, match="There is no group large: the plan has small"):
-        main(runner, monkeypatch, "large")
+        main(monkeypatch, "large")
+
+
+# ------------------------------------------------------------------- The plan
+
+
+@pytest.mark.parametrize("group", benchmark_run.PLAN)
+def test_every_command_of_the_plan_is_understood(group):
+    _, envs, seeds, _ = benchmark_run.PLAN[group]
+    script, *options = benchmark_run.command(group, envs[0], seeds[0])
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    args = tyro.cli(module.Args, args=options)
+    assert (args.env_id, args.seed) == (envs[0], seeds[0])
+    if hasattr(module, "check"):
+        module.check(args)
+
+
+def test_the_tuning_runs_are_those_of_the_protocol():
+    text = (ROOT / "benchmark" / "PROTOCOL.md").read_text()
+    names = {
+        "spu": ["delta", "epsilon", "lam", "max_epochs"],
+        "ppo": ["clip", "max_epochs", "target_kl"],
+        "trpo": ["delta", "max_epochs"],
+    }
+    rows = re.findall(r"^\| (\d) \| (.*) \| (.*) \| (.*) \|$", text, re.MULTILINE)
+    assert [number for number, *_ in rows] == list("123456")
+    tasks = ["HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Humanoid-v4", "Reacher-v4"]
+    assert sum(group.startswith("tuning/") for group in benchmark_run.PLAN) == 18
+    for number, *cells in rows:
+        for algorithm, cell in zip(names, cells, strict=True):
+            script, envs, seeds, flags = benchmark_run.PLAN[f"tuning/{algorithm}_{number}"]
+            assert script.rpartition("/")[2] == f"{algorithm}_continuous"
+            assert (envs, seeds) == (tasks, [101])
+            module = importlib.import_module(script.replace("/", "."))
+            args = tyro.cli(module.Args, args=flags.split())
+            constants = [float(word.replace("none", "inf")) for word in cell.split(", ")]
+            assert [getattr(args, name) for name in names[algorithm]] == constants
+            assert args.total_timesteps == 1_000_000
+
+
+# ------------------------------------------------------------------- PPO and TRPO
+
+
+@pytest.fixture
+def batch(tmp_path):
+    """An agent and what it needs for a fit: 256 steps of Hopper with it."""
+
+    def make(script, **options):
+        torch.manual_seed(0)
+        args = script.Args(env_id="Hopper-v4", num_steps=256, **options)
+        env = script.make_env(args)
+        agent = script.Agent(env.observation_space.shape[0], env.action_space)
+        rollout, _ = script.collect(env, agent, args, None, 0, SummaryWriter(tmp_path))
+        return agent, script.estimate(agent, rollout, args), args
+
+    return make
+
+
+def gaussian(mean, log_std):
+    return Independent(Normal(mean, log_std.exp()), 1)
+
+
+def policies(script, agent, data):
+    """pi_theta and pi_k on the batch, as torch has them."""
+    params = agent.policy.params
+    new = gaussian(script.forward(params, data["inputs"]), params["log_std"])
+    return new, gaussian(data["old_mean"], data["old_log_std"])
+
+
+def test_ppo_gives_no_gradient_where_the_ratio_has_left_the_clip_as_its_advantage_wants():
+    ratio = torch.tensor([0.7, 0.9, 1.1, 1.3] * 2, requires_grad=True)
+    advantages = torch.tensor([1.0] * 4 + [-1.0] * 4)
+    loss = ppo.ppo_loss(ratio, advantages, clip=0.2)
+    loss.backward()
+    moving = torch.tensor([True, True, True, False, False, True, True, True])
+    torch.testing.assert_close(ratio.grad, torch.where(moving, -advantages / 8, 0.0))
+    assert loss.item() == pytest.approx(-(0.7 + 0.9 + 1.1 + 1.2 - 0.8 - 0.9 - 1.1 - 1.3) / 8)
+
+
+@pytest.mark.parametrize("target_kl, policy_epochs", [(1e-9, 1), (np.inf, 3)])
+def test_the_target_kl_ends_the_epochs_of_ppos_policy_only(batch, target_kl, policy_epochs):
+    agent, data, args = batch(ppo, max_epochs=3, target_kl=target_kl)
+    kl, epochs = ppo.fit(agent, torch.tensor(3e-4), data, args)
+    assert epochs == policy_epochs
+    assert (
+        agent.policy.steps_done == 4 * policy_epochs and agent.value.steps_done == 4 * 3
+    )  # 256 / 64 each
+    torch.testing.assert_close(kl, kl_divergence(*policies(ppo, agent, data)))
+
+
+def test_the_fisher_product_is_one_with_the_explicit_hessian_of_the_mean_kl():
+    torch.manual_seed(0)
+    shapes = {"w1": (3, 4), "b1": (4,), "w2": (4, 4), "b2": (4,), "w3": (4, 2), "b3": (2,)}
+    params = {name: 0.5 * torch.randn(shape).double() for name, shape in shapes.items()}
+    params["log_std"] = torch.tensor([-1.0, 0.3]).double()
+    inputs = torch.randn(7, 3).double()
+    old = gaussian(trpo.forward(params, inputs), params["log_std"])
+    theta = trpo.flatten(params)
+
+    def mean_kl(theta):  # torch's own
+        new = trpo.unflatten(theta, params)
+        return kl_divergence(old, gaussian(trpo.forward(new, inputs), new["log_std"])).mean()
+
+    def our_kl(theta):
+        data = {"inputs": inputs, "old_mean": old.mean, "old_log_std": params["log_std"]}
+        return trpo.mean_kl(trpo.unflatten(theta, params), data)
+
+    far = theta + 0.3 * torch.randn(48).double()
+    torch.testing.assert_close(our_kl(far), mean_kl(far))
+    hessian = torch.autograd.functional.hessian(mean_kl, theta)
+    assert hessian.shape == (48, 48) and torch.linalg.eigvalsh(hessian).max() > 0.1
+    for vector in torch.randn(5, 48).double():
+        torch.testing.assert_close(trpo.fisher_product(our_kl, theta, vector), hessian @ vector)
+
+
+def quadratic():
+    """F and g of a KL and an objective of which the best step is known: quadratic and linear."""
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(6, 6, generator=generator).double()
+    gradient = torch.randn(6, generator=generator).double()
+    args = trpo.Args(delta=0.01, cg_iterations=12, damping=0.01)
+    return root @ root.T, gradient, args
+
+
+def test_conjugate_gradients_solve_and_end_when_they_have():
+    fisher, gradient, _ = quadratic()
+    x = trpo.conjugate_gradients(lambda vector: fisher @ vector, gradient, 20)
+    torch.testing.assert_close(x, torch.linalg.solve(fisher, gradient), rtol=1e-3, atol=0.0)
+    # After one iteration nothing is left to do: another would divide 0 by 0.
+    x = trpo.conjugate_gradients(lambda vector: 2 * vector, gradient, 10)
+    torch.testing.assert_close(x, gradient / 2)
+
+
+def test_trpos_step_is_the_natural_gradient_as_long_as_the_trust_region_allows():
+    fisher, gradient, args = quadratic()
+    start = torch.ones(6).double()
+    theta, share = trpo.trust_region_step(
+        lambda x: gradient @ x, lambda x: (x - start) @ fisher @ (x - start) / 2, start, args
+    )
+    damped = fisher + args.damping * torch.eye(6).double()
+    natural = torch.linalg.solve(damped, gradient)
+    length = (2 * args.delta / (gradient @ natural)).sqrt()
+    assert share == 1
+    torch.testing.assert_close(theta - start, length * natural, rtol=1e-4, atol=1e-7)
+
+
+def test_trpos_line_search_halves_the_step_until_kl_and_objective_allow_it():
+    fisher, gradient, args = quadratic()
+    start = torch.zeros(6).double()
+
+    def kl(x, steep=0.0):
+        return x @ fisher @ x / 2 + steep * (x @ fisher @ x) ** 2
+
+    def objective(x, steep=0.0):
+        return gradient @ x - steep * (x @ x) ** 2
+
+    full, share = trpo.trust_region_step(objective, kl, start, args)
+    assert share == 1
+    # A KL of four times the quadratic one at the full step: at half of it it is below delta again.
+    four_times = 3 * kl(full) / (full @ fisher @ full) ** 2
+    theta, share = trpo.trust_region_step(objective, lambda x: kl(x, four_times), start, args)
+    torch.testing.assert_close(theta, full / 2)
+    assert share == 0.5
+    # An objective that is lower than before at the full step, and higher at half of it.
+    falls = 2 * gradient @ full / (full @ full) ** 2
+    theta, share = trpo.trust_region_step(lambda x: objective(x, falls), kl, start, args)
+    torch.testing.assert_close(theta, full / 2)
+    assert share == 0.5
+
+
+@pytest.mark.parametrize("slope", [0.0, np.nan])
+def test_trpo_stays_where_it_is_without_a_better_place(slope):
+    fisher, gradient, args = quadratic()
+    start = torch.ones(6).double()
+    theta, share = trpo.trust_region_step(
+        lambda x: slope * gradient @ x, lambda x: (x - start) @ fisher @ (x - start), start, args
+    )
+    assert share == 0 and theta is start
+
+
+@pytest.mark.parametrize("delta", [0.001, 0.01, 0.1])
+def test_an_iteration_of_trpo_improves_the_objective_within_the_trust_region(batch, delta):
+    agent, data, args = batch(trpo, max_epochs=2, delta=delta)
+    kl, share = trpo.fit(agent, torch.tensor(3e-4), data, args)
+    new, old = policies(trpo, agent, data)
+    constraint = kl_divergence(old, new).mean()
+    assert delta / 4 < constraint <= delta
+    ratio = (new.log_prob(data["actions"]) - old.log_prob(data["actions"])).exp()
+    gain = (ratio * data["advantages"]).mean() - data["advantages"].mean()
+    assert gain > 0.5 * delta**0.5 and share > 0
+    torch.testing.assert_close(kl, kl_divergence(new, old))  # what is logged: SPU's direction
+    assert (
+        agent.policy.steps_done == 0 and agent.value.steps_done == 4 * 2
+    )  # Adam is for the values only
+
+
+@pytest.mark.parametrize("script", ["benchmark/ppo_continuous", "benchmark/trpo_continuous"])
+def test_ppo_and_trpo_train_resume_and_replay(script, tmp_path):
+    options = ["--env-id", "Hopper-v4", *QUICK]
+    run(script, *options, "--total-timesteps", 4096, cwd=tmp_path)
+    folder = run_dir(tmp_path)
+    said = run(script, "--resume", folder, "--total-timesteps", 6144, cwd=tmp_path).stdout
+    assert torch.load(folder / "agent.pt", weights_only=True)["iterations_done"] == 3
+    scalars = events(folder)
+    assert [step for step, _ in scalars["spu/kl_mean"]] == [2048, 4096, 6144]
+    assert all(0 < kl < 0.1 for _, kl in scalars["spu/kl_mean"])
+    if "trpo" in script:
+        assert [value for _, value in scalars["trpo/accepted"]] == [1, 1, 1]
+    else:
+        assert [value for _, value in scalars["spu/epochs_used"]] == [10, 10, 10]
+    replayed = run(script, "--evaluate", folder / "agent.pt", cwd=tmp_path).stdout
+    assert replayed.splitlines()[-1] == said.splitlines()[-1]

@@ -27,35 +27,77 @@ def python_block(name):
 def commands(text):
     """Every command line of the bash blocks, without comments."""
     joined = "\n".join(blocks("bash", text)).replace("\\\n", " ")
-    return [line.split("#")[0].strip() for line in joined.splitlines() if line.split("#")[0].strip()]
+    return [
+        line.split("#")[0].strip() for line in joined.splitlines() if line.split("#")[0].strip()
+    ]
 
 
 def test_the_example_environment_is_learnt(tmp_path):
     (tmp_path / "my_env.py").write_text(python_block("my_env.py"))
     (line,) = [line for line in commands(README) if "my_env" in line]
     options = shlex.split(line)[2:]
-    said = run("spu_continuous", *options, "--no-compile", cwd=tmp_path, PYTHONPATH=str(tmp_path)).stdout
+    said = run(
+        "spu_continuous", *options, "--no-compile", cwd=tmp_path, PYTHONPATH=str(tmp_path)
+    ).stdout
     assert float(re.search(r"return (-?[\d.]+) ±", said).group(1)) > -5
 
 
 def test_the_example_program_replays_an_agent(tmp_path):
-    options = ["--env-id", "InvertedPendulum-v4", "--total-timesteps", 2048, "--no-compile", "--eval-episodes", 1]
+    options = [
+        "--env-id",
+        "InvertedPendulum-v4",
+        "--total-timesteps",
+        2048,
+        "--no-compile",
+        "--eval-episodes",
+        1,
+    ]
     said = run("spu_continuous", *options, "--seed", 0, cwd=tmp_path).stdout
     (run_dir(tmp_path) / "agent.pt").rename(tmp_path / "agent.pt")
     (tmp_path / "replay.py").write_text(python_block("replay.py"))
     line, extra = [sys.executable, "replay.py"], environment(PYTHONPATH=str(ROOT))
-    done = subprocess.run(line, cwd=tmp_path, env=extra, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        line, cwd=tmp_path, env=extra, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[1]) == pytest.approx(float(re.search(r"return (\S+)", said).group(1)), abs=0.1)
+    assert float(done.stdout.split()[1]) == pytest.approx(
+        float(re.search(r"return (\S+)", said).group(1)), abs=0.1
+    )
+
+
+def test_the_papers_configuration_is_the_command_of_the_readme(tmp_path):
+    (line,) = [line for line in commands(README) if "--joint-stopping" in line]
+    options = [*shlex.split(line)[2:], "--no-compile", "--eval-episodes", 1]
+    options[options.index("--env-id") + 1] = "HumanoidStandup-v4"  # its actions are within 0.4
+    run("spu_continuous", *options, "--total-timesteps", 2048, cwd=tmp_path)
+    saved = torch.load(run_dir(tmp_path) / "agent.pt", weights_only=True)
+    args, agent = saved["args"], saved["agent"]
+    assert (args["lam"], args["epsilon"], args["max_epochs"]) == (1.3, 0.05, 30)
+    assert args["delta"] == pytest.approx(0.05 / 1.2, rel=1e-5)
+    assert args["initial_log_std"] == 0 and not args["bootstrap_truncation"]
+    assert (agent["action_scale"] == 1).all()  # raw actions
+    assert agent["policy.steps_done"] == agent["value.steps_done"]  # joint stopping
 
 
 def test_the_two_losses_are_those_of_the_scripts():
     generator = torch.Generator().manual_seed(0)
     kl, A, ratio = torch.rand(3, 100, generator=generator) + torch.tensor([[0], [-0.5], [0.5]])
-    names = {"torch": torch, "kl": kl, "A": A, "ratio": ratio, "epsilon": 0.4, "lam": 1.3, "clip": 0.2}
+    names = {
+        "torch": torch,
+        "kl": kl,
+        "A": A,
+        "ratio": ratio,
+        "epsilon": 0.4,
+        "lam": 1.3,
+        "clip": 0.2,
+    }
     exec(python_block("the two losses"), names)
-    assert names["spu_loss"] == importlib.import_module("spu_continuous").spu_loss(kl, ratio, A, 1.3, 0.4)
-    assert names["ppo_loss"] == importlib.import_module("benchmark.ppo_continuous").ppo_loss(ratio, A, 0.2)
+    assert names["spu_loss"] == importlib.import_module("spu_continuous").spu_loss(
+        kl, ratio, A, 1.3, 0.4
+    )
+    assert names["ppo_loss"] == importlib.import_module("benchmark.ppo_continuous").ppo_loss(
+        ratio, A, 0.2
+    )
 
 
 def test_every_python_block_is_one_of_the_tested_ones():
@@ -85,11 +127,22 @@ def test_links_and_test_names_exist(where, text):
             there = (where / path).read_text() if path and place else text
             if re.fullmatch(r"L\d+", place):  # a function's own line, or a comment's
                 name = label.strip("`")
-                start = "def test_" if label == "test" else name if name.startswith("#") else f"def {name}("
+                start = (
+                    "def test_"
+                    if label == "test"
+                    else name
+                    if name.startswith("#")
+                    else f"def {name}("
+                )
                 assert there.splitlines()[int(place[1:]) - 1].lstrip().startswith(start), link
             elif place:
-                headings = [re.sub(r"[^\w\- ]", "", heading) for heading in re.findall(r"^#+ (.*)$", there, re.M)]
-                assert place in [heading.strip().lower().replace(" ", "-") for heading in headings], link
+                headings = [
+                    re.sub(r"[^\w\- ]", "", heading)
+                    for heading in re.findall(r"^#+ (.*)$", there, re.M)
+                ]
+                assert place in [
+                    heading.strip().lower().replace(" ", "-") for heading in headings
+                ], link
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     for name in re.findall(r"`(test_\w+)`", text):
         assert f"def {name}(" in tests, name

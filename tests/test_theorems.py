@@ -56,7 +56,11 @@ def theorem_1(d, pi_k, advantages, delta, epsilon):
         lams = np.full((len(d), 1), lam)
         for s in range(len(d)):
             if kl(exponential(pi_k[s], advantages[s], lam), pi_k[s]) > epsilon:
-                lams[s] = bisect(lambda x: kl(exponential(pi_k[s], advantages[s], x), pi_k[s]) - epsilon, lam, 1e6)
+                lams[s] = bisect(
+                    lambda x: kl(exponential(pi_k[s], advantages[s], x), pi_k[s]) - epsilon,
+                    lam,
+                    1e6,
+                )
         return exponential(pi_k, advantages, lams), lams
 
     lam = bisect(lambda x: d @ kl(at(x)[0], pi_k) - delta, 1e-3, 1e6)
@@ -68,11 +72,17 @@ def solve_forward(d, pi_k, advantages, delta, epsilon):
     pi = cvxpy.Variable(pi_k.shape)
     divergence = cvxpy.sum(cvxpy.rel_entr(pi, pi_k), axis=1)
     constraints = [d @ divergence <= delta, divergence <= epsilon, cvxpy.sum(pi, axis=1) == 1]
-    problem = cvxpy.Problem(cvxpy.Maximize(d @ cvxpy.sum(cvxpy.multiply(advantages, pi), axis=1)), constraints)
+    problem = cvxpy.Problem(
+        cvxpy.Maximize(d @ cvxpy.sum(cvxpy.multiply(advantages, pi), axis=1)), constraints
+    )
     return problem.solve(solver="CLARABEL"), pi.value
 
 
-REGIMES = {"no state": (0.02, 10.0), "some states": (0.04, 0.05), "every state, delta slack": (1.0, 0.05)}
+REGIMES = {
+    "no state": (0.02, 10.0),
+    "some states": (0.04, 0.05),
+    "every state, delta slack": (1.0, 0.05),
+}
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -120,9 +130,13 @@ def test_theorem_2_is_optimal_against_a_convex_solver(seed, epsilon):
         assert a @ target == pytest.approx(best, abs=1e-5)
         assert target.sum() == pytest.approx(1) and (target > 0).all()
         assert kl(p, target) == pytest.approx(epsilon)  # binding
-        slope, intercept = np.polyfit(a, p / target, 1)  # pi_k / pi* = (lambda' - A) / lambda is linear in A
+        slope, intercept = np.polyfit(
+            a, p / target, 1
+        )  # pi_k / pi* = (lambda' - A) / lambda is linear in A
         np.testing.assert_allclose(p / target, intercept + slope * a, rtol=1e-6)
-        assert slope < 0 and -intercept / slope > a.max()  # -1 / lambda, and lambda' above every advantage
+        assert (
+            slope < 0 and -intercept / slope > a.max()
+        )  # -1 / lambda, and lambda' above every advantage
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -134,7 +148,9 @@ def test_section_5_2_as_printed_is_a_different_problem(seed):
     best, solution = solve_forward(np.ones(1), p[None], a[None], 10.0, epsilon)
     lam = bisect(lambda x: kl(exponential(p, a, x), p) - epsilon, 1e-3, 1e6)
     np.testing.assert_allclose(solution[0], exponential(p, a, lam), atol=1e-3)
-    assert best > a @ target + 1e-4 or kl(target, p) > epsilon + 1e-4  # Theorem 2 is worse there, or not even feasible
+    assert (
+        best > a @ target + 1e-4 or kl(target, p) > epsilon + 1e-4
+    )  # Theorem 2 is worse there, or not even feasible
     assert np.abs(solution[0] - target).max() > 0.01
 
 
@@ -148,7 +164,9 @@ def solve_linf(advantages, epsilon, delta):
     return best, ratio.value, constraints[1].dual_value
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 1.5])  # of the most that the clips allow, m epsilon^2
+@pytest.mark.parametrize(
+    "share", [0.1, 0.5, 0.9, 1.5]
+)  # of the most that the clips allow, m epsilon^2
 @pytest.mark.parametrize("seed", SEEDS)
 def test_theorem_3_is_optimal_against_a_convex_solver(seed, share):
     advantages, epsilon = np.random.default_rng(seed).normal(size=12), 0.2
@@ -170,14 +188,19 @@ def test_the_lambda_of_theorem_3_is_one_over_twice_the_multiplier_of_its_proof(s
     advantages, epsilon = np.random.default_rng(seed).normal(size=12), 0.2
     delta = 0.3 * len(advantages) * epsilon**2
     multiplier = solve_linf(advantages, epsilon, delta)[2]
-    assert spu_linf.solve_lambda(advantages, epsilon, delta) == pytest.approx(1 / (2 * multiplier), rel=1e-3)
+    assert spu_linf.solve_lambda(advantages, epsilon, delta) == pytest.approx(
+        1 / (2 * multiplier), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_fitting_the_ratios_to_near_targets_is_a_natural_gradient_step(seed):
     """Least squares on 1 + lambda A moves theta by lambda F^-1 g: what the policy cannot express is projected away."""
     generator, lam = torch.Generator().manual_seed(seed), 1e-3
-    features, advantages = torch.randn(6, 2, generator=generator).double(), torch.randn(6, generator=generator).double()
+    features, advantages = (
+        torch.randn(6, 2, generator=generator).double(),
+        torch.randn(6, generator=generator).double(),
+    )
     theta_k = torch.randn(2, generator=generator).double()  # two parameters, six actions
     pi_k = (features @ theta_k).softmax(0)
     advantages -= pi_k @ advantages
@@ -185,7 +208,9 @@ def test_fitting_the_ratios_to_near_targets_is_a_natural_gradient_step(seed):
     fisher, gradient = scores.T @ (pi_k[:, None] * scores), scores.T @ (pi_k * advantages)
     targets = torch.tensor(spu_linf.target_ratios(advantages.numpy(), lam, epsilon=1.0))
     theta = theta_k.clone().requires_grad_()
-    optimizer = torch.optim.LBFGS([theta], max_iter=200, tolerance_grad=1e-14, tolerance_change=1e-16)
+    optimizer = torch.optim.LBFGS(
+        [theta], max_iter=200, tolerance_grad=1e-14, tolerance_change=1e-16
+    )
 
     def squared_error():
         optimizer.zero_grad()
@@ -206,7 +231,8 @@ def tabular(seed):
     """d, pi_k and A as tensors, and theta of a policy some way from pi_k."""
     d, pi_k, advantages = (torch.tensor(x) for x in random_problem(seed))
     theta = (
-        pi_k.log() + 0.3 * torch.randn(pi_k.shape, dtype=torch.float64, generator=torch.manual_seed(seed))
+        pi_k.log()
+        + 0.3 * torch.randn(pi_k.shape, dtype=torch.float64, generator=torch.manual_seed(seed))
     ).detach()
     return d, pi_k, advantages, theta.requires_grad_()
 
@@ -225,7 +251,9 @@ def exactly(d, pi_k, loss, *samples):
 def forward_loss(d, pi_k, advantages, theta, lam, epsilon):
     pi = theta.softmax(-1)
     samples = (kl_of(pi, pi_k)[:, None], pi / pi_k, advantages)
-    return exactly(d, pi_k, lambda *sample: spu_continuous.spu_loss(*sample, lam, epsilon), *samples)
+    return exactly(
+        d, pi_k, lambda *sample: spu_continuous.spu_loss(*sample, lam, epsilon), *samples
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -253,7 +281,9 @@ def test_outside_the_accepted_set_theorem_1s_own_target_would_still_pull(seed):
     lam_s = bisect(lambda x: kl(exponential(p, a, x), p) - epsilon, 1e-3, 1e6)
     target = torch.tensor(exponential(p, a, lam_s))
     (exact,) = torch.autograd.grad(kl_of(theta.softmax(-1)[s], target), theta)
-    (gradient,) = torch.autograd.grad(forward_loss(d, pi_k, advantages, theta, lam_s, epsilon), theta)
+    (gradient,) = torch.autograd.grad(
+        forward_loss(d, pi_k, advantages, theta, lam_s, epsilon), theta
+    )
     assert exact[s].norm() > 1e-3 and not gradient[s].any()
 
 
@@ -279,13 +309,17 @@ def test_eq_22_is_the_gradient_of_the_kl_to_theorem_2s_target_and_constants_do_n
     d, pi_k, advantages, theta = tabular(seed)
     targets = [theorem_2(p, a, 0.1) for p, a in zip(pi_k.numpy(), advantages.numpy())]
     targets = torch.tensor(np.array(targets))
-    log_targets = (targets / pi_k).log()  # eq. (22) has -log(lambda' - A), which differs by a constant
+    log_targets = (
+        targets / pi_k
+    ).log()  # eq. (22) has -log(lambda' - A), which differs by a constant
     backward = kl_of(pi_k, theta.softmax(-1)).detach()
     accept = backward.median().item()
     accepted = backward <= accept
     (exact,) = torch.autograd.grad((d * kl_of(theta.softmax(-1), targets)).sum(), theta)
     for constant in (0.0, 5.0):  # the control variate: a constant has zero expected gradient
-        (gradient,) = torch.autograd.grad(backward_loss(d, pi_k, log_targets - constant, theta, accept), theta)
+        (gradient,) = torch.autograd.grad(
+            backward_loss(d, pi_k, log_targets - constant, theta, accept), theta
+        )
         torch.testing.assert_close(gradient[accepted], exact[accepted])
         assert not gradient[~accepted].any()
 
@@ -294,9 +328,13 @@ def test_the_control_variate_lowers_the_variance_of_the_sampled_gradient():
     generator = torch.Generator().manual_seed(0)
     advantages = torch.randn(2048, generator=generator).double()  # normalised, as in a batch
     log_targets = torch.tensor(spu_reverse_kl.log_target_ratios(advantages.numpy(), 0.1))
-    lam = -1 / np.polyfit(advantages, (-log_targets).exp(), 1)[0]  # pi_k / pi* = (lambda' - A) / lambda
+    lam = (
+        -1 / np.polyfit(advantages, (-log_targets).exp(), 1)[0]
+    )  # pi_k / pi* = (lambda' - A) / lambda
     log_targets -= math.log(lam)  # -log(lambda' - A), as eq. (22) has it
-    scores = torch.randn(2048, generator=generator).double()  # grad ratio at theta_k of a Gaussian's mean
+    scores = torch.randn(
+        2048, generator=generator
+    ).double()  # grad ratio at theta_k of a Gaussian's mean
     plain, centred = ((log_targets - c) * scores for c in (0.0, log_targets.mean()))
     assert centred.var() < 0.2 * plain.var()
 
@@ -314,7 +352,10 @@ def test_one_outlier_flattens_all_other_targets_unless_advantages_are_bounded():
             assert np.exp(log_targets).mean() == pytest.approx(1)
             spread[limit, top] = log_targets[:-1].std()
         if limit < top:  # all that is larger counts as this
-            assert len(set(log_targets[batch >= limit])) == 1 and (log_targets[batch < limit] < log_targets[-1]).all()
+            assert (
+                len(set(log_targets[batch >= limit])) == 1
+                and (log_targets[batch < limit] < log_targets[-1]).all()
+            )
         else:
             assert np.exp(log_targets[-1]) > 100
     assert spread[np.inf, 10.0] < 0.5 * spread[np.inf, advantages.max()]
@@ -337,7 +378,10 @@ def gaussian(mean, log_std):
 @pytest.mark.parametrize("seed", range(3))
 def test_the_analytic_kl_is_that_of_torch_and_of_monte_carlo(seed):
     torch.manual_seed(seed)
-    (mean, old_mean), (log_std, old_log_std) = torch.randn(2, 4).double(), 0.3 * torch.randn(2, 4).double()
+    (mean, old_mean), (log_std, old_log_std) = (
+        torch.randn(2, 4).double(),
+        0.3 * torch.randn(2, 4).double(),
+    )
     new, old = gaussian(mean, log_std), gaussian(old_mean, old_log_std)
     analytic = spu_continuous.gaussian_kl(mean, log_std, old_mean, old_log_std)
     torch.testing.assert_close(analytic, torch.distributions.kl_divergence(new, old))
@@ -349,17 +393,26 @@ def test_the_analytic_kl_is_that_of_torch_and_of_monte_carlo(seed):
 @pytest.mark.parametrize("script", [spu_continuous, spu_reverse_kl])
 def test_the_sampled_gradient_is_unbiased(script):
     """One state, one action dimension, A(a) = sin(2a): sampled with a_i from pi_k against Gauss-Hermite quadrature."""
-    old_mean, old_log_std, lam_prime = torch.tensor([0.2]).double(), torch.tensor([-0.1]).double(), 3.0
+    old_mean, old_log_std, lam_prime = (
+        torch.tensor([0.2]).double(),
+        torch.tensor([-0.1]).double(),
+        3.0,
+    )
     start = torch.tensor([0.35, -0.2]).double()  # mean and log-std of pi_theta
 
     def loss(parameters, action):
         mean, log_std = parameters[:1], parameters[1:]
         divergence = script.gaussian_kl(mean, log_std, old_mean, old_log_std)[None]
-        log_probs = [script.gaussian_log_prob(action, *pair) for pair in ((mean, log_std), (old_mean, old_log_std))]
+        log_probs = [
+            script.gaussian_log_prob(action, *pair)
+            for pair in ((mean, log_std), (old_mean, old_log_std))
+        ]
         ratio, advantage = (log_probs[0] - log_probs[1]).exp()[None], torch.sin(2 * action)
         if script is spu_continuous:
             return script.spu_loss(divergence, ratio, advantage, 1.3, math.inf)
-        return script.spu_loss(divergence, divergence, ratio, -(lam_prime - advantage).log(), math.inf)
+        return script.spu_loss(
+            divergence, divergence, ratio, -(lam_prime - advantage).log(), math.inf
+        )
 
     gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))
     nodes, weights = np.polynomial.hermite_e.hermegauss(80)
@@ -388,8 +441,12 @@ class SmallMDP:
 
     def values(self, pi):
         moves = torch.einsum("sa,sat->st", pi, self.transitions)
-        values = torch.linalg.solve(torch.eye(len(moves)) - self.gamma * moves, (pi * self.rewards).sum(1))
-        d = (1 - self.gamma) * torch.linalg.solve(torch.eye(len(moves)) - self.gamma * moves.T, self.start)
+        values = torch.linalg.solve(
+            torch.eye(len(moves)) - self.gamma * moves, (pi * self.rewards).sum(1)
+        )
+        d = (1 - self.gamma) * torch.linalg.solve(
+            torch.eye(len(moves)) - self.gamma * moves.T, self.start
+        )
         advantages = self.rewards + self.gamma * self.transitions @ values - values[:, None]
         return self.start @ values, d, advantages
 
@@ -425,7 +482,9 @@ def test_a_backward_kl_step_improves_a_small_mdp_within_its_constraint(seed):
     mdp = SmallMDP(seed)
     before, d, advantages = mdp.values(mdp.pi_k)
     epsilon = 0.03
-    targets = np.array([theorem_2(p, a, epsilon) for p, a in zip(mdp.pi_k.numpy(), advantages.numpy())])
+    targets = np.array(
+        [theorem_2(p, a, epsilon) for p, a in zip(mdp.pi_k.numpy(), advantages.numpy())]
+    )
     log_targets = (torch.tensor(targets) / mdp.pi_k).log()
     pi = descend(
         mdp.pi_k.log(),
