@@ -19,19 +19,19 @@ the network to that. Let pi_k be the policy that collected the batch.
        pi*(a|s)  proportional to  pi_k(a|s) exp(A(s, a) / lambda)
    where lambda follows from delta or, where it binds, epsilon. Like the paper we set it by hand.
 
-2. Fit the network pi_theta to pi*. But for a term without theta,
+2. Fit the network pi_theta to pi*. Up to a term without theta,
        KL(pi_theta || pi*) = KL(pi_theta || pi_k) - (1/lambda) E_{a ~ pi_k}[ratio A]
    with ratio = pi_theta(a|s) / pi_k(a|s). The batch samples that expectation, so pi* itself is
-   never needed. For the constraints there are two rules: a state whose KL has passed epsilon gives
-   no gradient (eq. 18, `spu_loss`); when the mean KL has passed delta, the epochs end.
+   never needed. For the constraints there are two rules: a state whose KL has passed epsilon
+   drops out of the loss (eq. 18, `spu_loss`); when the mean KL has passed delta, the epochs end.
 
 Why KL(new || old)? It is large where the new policy does what pi_k would hardly do, and of such
 actions the batch knows nothing. And in this direction the fit splits as above, into a KL that is
 known exactly, a sum over the actions, and a mean over the actions that were taken.
 
 Unlike in spu_continuous.py, policy and value function share a trunk: they have one loss, and their
-epochs end together. Ours, not the paper's: pixels are standardised, and the step size follows the
-trust region (`next_learning_rate`), so that delta sets the pace.
+epochs end together. Ours, not the paper's, besides some constants: pixels are standardised, and the
+step size follows the trust region (`next_learning_rate`), so that delta sets the pace.
 
 How to read: top to bottom. `train` is Algorithm 1; what is below "Plumbing" can be skipped. For
 another constraint change `spu_loss` and its call in `joint_loss`, its options, and the rule in
@@ -43,7 +43,7 @@ another constraint change `spu_loss` and its call in `joint_loss`, its options, 
     python spu_atari.py --evaluate runs/RUN/agent.pt --capture-video   # watch the agent
 
 Several processes can share the work, on several machines too (torchrun's --nnodes and --rdzv-...).
-If one dies, all go on from the last checkpoint:
+If one dies, all are started again, from the last checkpoint:
 
     torchrun --standalone --nproc-per-node 4 --max-restarts 2 spu_atari.py --env-id Pong
 """
@@ -81,12 +81,12 @@ class Args:
     total_timesteps: int = 10_000_000  # steps of all games (of 4 frames each), in whole batches
     # The algorithm
     lam: float = 1.1  # lambda, in standard deviations of the batch's advantages (paper: 1.1)
-    epsilon: float = 0.06  # nats; a state whose KL exceeds it gives no gradient (paper: 0.0154)
+    epsilon: float = 0.06  # nats; a state whose KL exceeds it drops out (paper: 0.0154)
     delta: float = 0.02  # nats; the epochs end when the mean KL exceeds it (paper: 0.02)
     max_epochs: int = 4  # the most passes over a batch (paper: 9)
     kl_term: bool = True  # the KL in the loss; --no-kl-term is the paper's ablation
-    adapt_lr: bool = True  # the step size follows delta; else it falls linearly to 0 (paper: no)
-    standardize_inputs: bool = True  # pixel by pixel; else they are x / 255 (paper: no)
+    adapt_lr: bool = True  # the step size follows delta (paper: no, it falls linearly to 0)
+    standardize_inputs: bool = True  # pixel by pixel (paper: no, they are x / 255)
     # What SPU shares with PPO
     num_envs: int = 32  # games side by side, of all processes (paper: 8)
     num_steps: int = 128  # steps of each game in a batch (paper: 256)
@@ -141,7 +141,7 @@ def next_learning_rate(learning_rate, kl, args):
     """The step size grows while the trust region is far from used up, and shrinks when it is."""
     if kl > args.delta:
         return learning_rate / 1.5
-    if kl < args.delta / 2 < math.inf:
+    if kl < args.delta / 2 < math.inf:  # without a region it stays
         return min(1.5 * learning_rate, 20 * args.learning_rate)
     return learning_rate
 
@@ -216,12 +216,13 @@ def collect(games, agent, args, step):
         obs = torch.from_numpy(games.obs)
         log_probs, values = (x.cpu() for x in agent(obs))
         actions = log_probs.exp().multinomial(1)[:, 0]
-        rewards, lost, truncated, last_obs, finished = games.step(actions.numpy())
+        rewards, life_lost, truncated, last_obs, finished = games.step(actions.numpy())
         rewards = torch.tensor(np.sign(rewards)).float()  # scores differ in size between games
         if truncated.any():  # a time limit is no end: add the value there
             _, last_values = agent(torch.from_numpy(last_obs))
-            rewards += args.gamma * torch.where(torch.tensor(truncated), last_values.cpu(), 0.0)
-        ended = torch.tensor(lost | truncated)
+            cut_off = torch.tensor(truncated & ~life_lost)
+            rewards += args.gamma * torch.where(cut_off, last_values.cpu(), 0.0)
+        ended = torch.tensor(life_lost | truncated)
         batch.append((obs, actions, log_probs, values, rewards, ended))
         step += args.num_envs
         episodes += [(step, score, length) for _, score, length in finished]
@@ -230,11 +231,12 @@ def collect(games, agent, args, step):
 
 @torch.no_grad()
 def estimate(agent, batch, next_obs, args):
-    """Advantages, value targets, and pi_k on the batch: all that the fit needs."""
+    """Advantages, value targets, and pi_k on the batch, as it acted: all that the fit needs."""
     obs, actions, log_probs, *rest = batch
     values, rewards, ended = (x.numpy() for x in rest)
     _, values_after = agent(torch.from_numpy(next_obs))
     next_values = np.concatenate([values[1:], values_after[None].cpu()])
+    # What a time limit cuts off is in the rewards by now, so that every end is a real one.
     advantages = gae(rewards, values, next_values, ended, ended, args.gamma, args.gae_lambda)
     value_targets = advantages + values  # TD(lambda)
     everyones = np.concatenate(gather(advantages))
@@ -289,9 +291,9 @@ def gradient_step(agent, optimizer, data, rows, args):
 
 
 def fit(agent, optimizer, data, args):
-    """Epochs over the batch, in shuffled minibatches, until the mean KL exceeds delta. It is that
-    of each state as the epoch met it: all of them at its end would take a third of its time.
-    Returns the means of what was measured in the last epoch, and how many there were."""
+    """Epochs over the batch, in shuffled minibatches, until the mean KL exceeds delta: the mean
+    of what the epoch's minibatches had, each before its step. (A pass at its end would cost a third
+    more.) Returns the means of what was measured in the last epoch, and how many there were."""
     size = args.minibatch_size // WORLD
     for epochs in range(1, args.max_epochs + 1):
         order = torch.randperm(len(data["obs"]))
@@ -393,10 +395,10 @@ class Games:
         self.lengths = np.zeros(num_envs)
 
     def step(self, actions):
-        """Returns rewards; which games lost a life, the last one included; which ran out of time,
-        and what was seen last where they did (obs is of the new game already); and (index, score
-        of all lives, length) of those that are over."""
-        self.obs, rewards, lost, truncated, info = self.envs.step(actions)
+        """Returns rewards; which games lost a life, or ended; which ran out of time, and what was
+        seen last where they did (obs is of the new game already); and (index, score of all lives,
+        length) of those that are over."""
+        self.obs, rewards, life_lost, truncated, info = self.envs.step(actions)
         self.scores += rewards
         self.lengths += 1
         # A new game counts its frames anew. Lives do not tell: Pong has none.
@@ -405,13 +407,14 @@ class Games:
         finished = [(int(i), self.scores[i], self.lengths[i]) for i in np.flatnonzero(over)]
         self.scores[over] = 0.0
         self.lengths[over] = 0.0
-        return rewards, lost, truncated, info.get("final_obs"), finished
+        return rewards, life_lost, truncated, info.get("final_obs"), finished
 
 
 def join_processes():
-    """Meet the other processes. Returns torchrun's store, which outlives them: a process that is
-    started again finds there what was before. So it has the addresses of the dead, too. Therefore
-    each attempt meets under a name of its own: rank 0's, which is fresh if rank 0 answers."""
+    """Meet the other processes. Returns torchrun's store of names and values, which survives us: a
+    process that is started again finds there what was set before, the run folder, but also the
+    addresses of processes that are dead. So each attempt meets under a new name that rank 0 makes
+    up, and the others know that it is the new one when rank 0 answers them."""
     store, _, _ = next(dist.rendezvous("env://"))
     me = f"{time.time_ns()}-{os.getpid()}"
     attempt = me
@@ -559,7 +562,8 @@ def main():
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     now = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     store = join_processes() if "RANK" in os.environ else dist.HashStore()
-    if store.check(["run_dir"]):  # torchrun has started us again: go on with our own run
+    restarted = store.check(["run_dir"])
+    if restarted:  # by torchrun: go on with our own run
         sys.argv += ["--resume", store.get("run_dir").decode()]
     decided = [None, None]
     try:
@@ -598,7 +602,7 @@ def main():
             evaluate(agent, args, video)
         return
     steps_done = iterations_done * args.num_envs * args.num_steps
-    if args.total_timesteps < steps_done + args.num_envs * args.num_steps:
+    if args.total_timesteps < steps_done + args.num_envs * args.num_steps and not restarted:
         refuse(f"{run_dir} is done: to go on, give a larger --total-timesteps.")
 
     command = ["python", sys.argv[0], "--env-id", args.env_id, "--resume", str(run_dir)]
@@ -621,7 +625,7 @@ def main():
         # From here on each process draws numbers, and plays games, of its own.
         torch.manual_seed(int(torch.randint(2**30, ())) + RANK)
         num_envs = args.num_envs // WORLD
-        if args.standardize_inputs and iterations_done == 0:  # look around, with random actions
+        if args.standardize_inputs and iterations_done == 0:  # look around before the first batch
             batch, _ = collect(Games(args, num_envs), agent, replace(args, num_steps=64), 0)
             agent.see(batch[0].flatten(0, 1))
         games = Games(args, num_envs)

@@ -19,11 +19,12 @@ the network to that. Let pi_k be the policy that collected the batch.
        pi*(a|s)  proportional to  pi_k(a|s) exp(A(s, a) / lambda)
    where lambda follows from delta or, where it binds, epsilon. Like the paper we set it by hand.
 
-2. Fit the network pi_theta to pi*. But for a term without theta,
+2. Fit the network pi_theta to pi*. Up to a term without theta,
        KL(pi_theta || pi*) = KL(pi_theta || pi_k) - (1/lambda) E_{a ~ pi_k}[ratio A]
    with ratio = pi_theta(a|s) / pi_k(a|s). The batch samples that expectation, so pi* itself is
-   never needed. For the constraints there are two rules: a state whose KL has passed epsilon gives
-   no gradient (eq. 18, `spu_loss`); when the mean KL has passed delta, the policy's epochs end.
+   never needed. For the constraints there are two rules: a state whose KL has passed epsilon
+   drops out of the loss (eq. 18, `spu_loss`); when the mean KL has passed delta, the policy's
+   epochs end.
 
 Why KL(new || old)? It is large where the new policy does what pi_k would hardly do, and of such
 actions the batch knows nothing. And in this direction the fit splits as above, into a KL of two
@@ -66,7 +67,7 @@ class Args:
     total_timesteps: int = 1_000_000  # environment steps, in whole batches
     # The algorithm
     lam: float = 1.3  # lambda, in standard deviations of the batch's advantages (paper: 1.3)
-    epsilon: float = 0.03  # nats; a state whose KL exceeds it gives no gradient (paper: 0.05)
+    epsilon: float = 0.03  # nats; a state whose KL exceeds it drops out (paper: 0.05)
     delta: float = 0.02  # nats; the policy's epochs end when the mean KL exceeds it (paper: 0.042)
     max_epochs: int = 10  # the most passes over a batch (paper: 30)
     kl_term: bool = True  # the KL in the loss; --no-kl-term is the paper's ablation

@@ -53,8 +53,8 @@ class Args:
     target_kl: float = math.inf  # the epochs end when the mean KL exceeds it (inf: never)
     delta: float = 0.02  # nats; the step size follows it
     max_epochs: int = 4  # the most passes over a batch
-    adapt_lr: bool = True  # the step size follows delta; else it falls linearly to 0 (paper: no)
-    standardize_inputs: bool = True  # pixel by pixel; else they are x / 255 (paper: no)
+    adapt_lr: bool = True  # the step size follows delta (paper: no, it falls linearly to 0)
+    standardize_inputs: bool = True  # pixel by pixel (paper: no, they are x / 255)
     # What SPU shares with PPO
     num_envs: int = 32  # games side by side, of all processes (paper: 8)
     num_steps: int = 128  # steps of each game in a batch (paper: 256)
@@ -106,7 +106,7 @@ def next_learning_rate(learning_rate, kl, args):
     """The step size grows while the trust region is far from used up, and shrinks when it is."""
     if kl > args.delta:
         return learning_rate / 1.5
-    if kl < args.delta / 2 < math.inf:
+    if kl < args.delta / 2 < math.inf:  # without a region it stays
         return min(1.5 * learning_rate, 20 * args.learning_rate)
     return learning_rate
 
@@ -181,12 +181,13 @@ def collect(games, agent, args, step):
         obs = torch.from_numpy(games.obs)
         log_probs, values = (x.cpu() for x in agent(obs))
         actions = log_probs.exp().multinomial(1)[:, 0]
-        rewards, lost, truncated, last_obs, finished = games.step(actions.numpy())
+        rewards, life_lost, truncated, last_obs, finished = games.step(actions.numpy())
         rewards = torch.tensor(np.sign(rewards)).float()  # scores differ in size between games
         if truncated.any():  # a time limit is no end: add the value there
             _, last_values = agent(torch.from_numpy(last_obs))
-            rewards += args.gamma * torch.where(torch.tensor(truncated), last_values.cpu(), 0.0)
-        ended = torch.tensor(lost | truncated)
+            cut_off = torch.tensor(truncated & ~life_lost)
+            rewards += args.gamma * torch.where(cut_off, last_values.cpu(), 0.0)
+        ended = torch.tensor(life_lost | truncated)
         batch.append((obs, actions, log_probs, values, rewards, ended))
         step += args.num_envs
         episodes += [(step, score, length) for _, score, length in finished]
@@ -195,11 +196,12 @@ def collect(games, agent, args, step):
 
 @torch.no_grad()
 def estimate(agent, batch, next_obs, args):
-    """Advantages, value targets, and pi_k on the batch: all that the fit needs."""
+    """Advantages, value targets, and pi_k on the batch, as it acted: all that the fit needs."""
     obs, actions, log_probs, *rest = batch
     values, rewards, ended = (x.numpy() for x in rest)
     _, values_after = agent(torch.from_numpy(next_obs))
     next_values = np.concatenate([values[1:], values_after[None].cpu()])
+    # What a time limit cuts off is in the rewards by now, so that every end is a real one.
     advantages = gae(rewards, values, next_values, ended, ended, args.gamma, args.gae_lambda)
     value_targets = advantages + values  # TD(lambda)
     everyones = np.concatenate(gather(advantages))
@@ -253,9 +255,9 @@ def gradient_step(agent, optimizer, data, rows, args):
 
 
 def fit(agent, optimizer, data, args):
-    """Epochs over the batch, in shuffled minibatches, until the mean KL exceeds target_kl, that
-    of each state as the epoch met it: all of them at its end would take a third of its time.
-    Returns the means of what was measured in the last epoch, and how many there were."""
+    """Epochs over the batch, in shuffled minibatches, until the mean KL exceeds target_kl: the mean
+    of what the epoch's minibatches had, each before its step. (A pass at its end would cost a third
+    more.) Returns the means of what was measured in the last epoch, and how many there were."""
     size = args.minibatch_size // WORLD
     for epochs in range(1, args.max_epochs + 1):
         order = torch.randperm(len(data["obs"]))
@@ -357,10 +359,10 @@ class Games:
         self.lengths = np.zeros(num_envs)
 
     def step(self, actions):
-        """Returns rewards; which games lost a life, the last one included; which ran out of time,
-        and what was seen last where they did (obs is of the new game already); and (index, score
-        of all lives, length) of those that are over."""
-        self.obs, rewards, lost, truncated, info = self.envs.step(actions)
+        """Returns rewards; which games lost a life, or ended; which ran out of time, and what was
+        seen last where they did (obs is of the new game already); and (index, score of all lives,
+        length) of those that are over."""
+        self.obs, rewards, life_lost, truncated, info = self.envs.step(actions)
         self.scores += rewards
         self.lengths += 1
         # A new game counts its frames anew. Lives do not tell: Pong has none.
@@ -369,13 +371,14 @@ class Games:
         finished = [(int(i), self.scores[i], self.lengths[i]) for i in np.flatnonzero(over)]
         self.scores[over] = 0.0
         self.lengths[over] = 0.0
-        return rewards, lost, truncated, info.get("final_obs"), finished
+        return rewards, life_lost, truncated, info.get("final_obs"), finished
 
 
 def join_processes():
-    """Meet the other processes. Returns torchrun's store, which outlives them: a process that is
-    started again finds there what was before. So it has the addresses of the dead, too. Therefore
-    each attempt meets under a name of its own: rank 0's, which is fresh if rank 0 answers."""
+    """Meet the other processes. Returns torchrun's store of names and values, which survives us: a
+    process that is started again finds there what was set before, the run folder, but also the
+    addresses of processes that are dead. So each attempt meets under a new name that rank 0 makes
+    up, and the others know that it is the new one when rank 0 answers them."""
     store, _, _ = next(dist.rendezvous("env://"))
     me = f"{time.time_ns()}-{os.getpid()}"
     attempt = me
@@ -523,7 +526,8 @@ def main():
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     now = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     store = join_processes() if "RANK" in os.environ else dist.HashStore()
-    if store.check(["run_dir"]):  # torchrun has started us again: go on with our own run
+    restarted = store.check(["run_dir"])
+    if restarted:  # by torchrun: go on with our own run
         sys.argv += ["--resume", store.get("run_dir").decode()]
     decided = [None, None]
     try:
@@ -562,7 +566,7 @@ def main():
             evaluate(agent, args, video)
         return
     steps_done = iterations_done * args.num_envs * args.num_steps
-    if args.total_timesteps < steps_done + args.num_envs * args.num_steps:
+    if args.total_timesteps < steps_done + args.num_envs * args.num_steps and not restarted:
         refuse(f"{run_dir} is done: to go on, give a larger --total-timesteps.")
 
     command = ["python", sys.argv[0], "--env-id", args.env_id, "--resume", str(run_dir)]
@@ -585,7 +589,7 @@ def main():
         # From here on each process draws numbers, and plays games, of its own.
         torch.manual_seed(int(torch.randint(2**30, ())) + RANK)
         num_envs = args.num_envs // WORLD
-        if args.standardize_inputs and iterations_done == 0:  # look around, with random actions
+        if args.standardize_inputs and iterations_done == 0:  # look around before the first batch
             batch, _ = collect(Games(args, num_envs), agent, replace(args, num_steps=64), 0)
             agent.see(batch[0].flatten(0, 1))
         games = Games(args, num_envs)

@@ -1,15 +1,17 @@
 """Run the benchmark's plan, a job at a time or many at once; stop it and start it again at will.
 
-    python benchmark/run.py linf reverse_kl             # these groups of the plan, two jobs at once
-    python benchmark/run.py spu --jobs 8                # eight at once, one core each
-    python benchmark/run.py tuning/spu_1 --seeds 102    # another seed than the plan's
-    python benchmark/run.py spu --dry-run               # only print the commands, one per line
-    python benchmark/run.py spu --dry-run | xargs -P 8 -I{} sh -c "{}"   # let xargs run them
+    python benchmark/run.py reported/spu reported/ppo      # these groups of the plan, two at once
+    python benchmark/run.py reported/spu --jobs 8          # eight at once, one core each
+    python benchmark/run.py tuning/spu_1 --seeds 102       # another seed than the plan's
+    python benchmark/run.py reported/spu --dry-run         # only print the commands, one per line
+    python benchmark/run.py reported/spu --dry-run | xargs -P 8 -I{} sh -c "{}"   # xargs runs them
 
-A job is a script, an environment, a seed and flags. What it leaves is
-benchmark/results/GROUP/ENV__SEED.csv: the mean return of the last 100 episodes after every
-iteration, under a header with command, versions and wall time. Jobs whose file is there are
-skipped; one that was cut off goes on from its last iteration, under runs/benchmark/.
+A job is a script, an environment, a seed and flags. Seed 1 of all groups comes first, then seed 2,
+so that wherever it stops the groups can be compared. What a job leaves is
+benchmark/results/GROUP/ENV__SEED.csv: after every iteration the mean return of the last 100
+episodes and the mean KL, under a header with command, commit, versions and time. Jobs whose file is
+there are skipped; one that was cut off goes on from its last iteration, under runs/benchmark/, and
+its header counts the sittings.
 """
 
 import csv
@@ -17,7 +19,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -36,9 +37,10 @@ Ant HalfCheetah Hopper Humanoid HumanoidStandup InvertedDoublePendulum InvertedP
 Swimmer Walker2d
 """
 MUJOCO = [f"{name}-v4" for name in MUJOCO.split()]
-THREE = ["HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"]
-FIVE = [*THREE, "Swimmer-v4", "Reacher-v4"]
+TWO = ["Hopper-v4", "Walker2d-v4"]
+LONG = ["HalfCheetah-v4", "Walker2d-v4"]
 TUNING = ["HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Humanoid-v4", "Reacher-v4"]
+GAMES = ["Qbert", "SpaceInvaders", "BeamRider", "Enduro", "Seaquest"]
 ATARI = """
 AirRaid Alien Amidar Assault Asterix Asteroids Atlantis BankHeist BattleZone BeamRider Berzerk
 Bowling Boxing Breakout Carnival Centipede ChopperCommand CrazyClimber DemonAttack DoubleDunk
@@ -51,29 +53,42 @@ PAPER = (
     "--lam 1.3 --epsilon 0.05 --delta 0.0416666667 --max-epochs 30 --joint-stopping "
     "--initial-log-std 0 --no-scale-actions --no-bootstrap-truncation"
 )
-MILLIONS_3 = "--total-timesteps 3000000"
-MILLION = "--total-timesteps 1000000"
+MILLIONS = "--total-timesteps {}000000"
+SEEDS = list(range(1, 11))
 
-# group: (script, environments, seeds, flags). The searches of the first version (tune_*, detail_*,
-# *_first and tuning/screen_* in results/) are not in it any more, as their options are gone: a CSV
-# has the command that made it, and `git show c58677d:benchmark/run.py` all those groups.
+# group: (script, environments, seeds, flags). The groups of the first version are not in it any
+# more, as their options are gone: `git show c58677d:benchmark/run.py` has them.
 PLAN = {
-    "spu": ("spu_continuous", MUJOCO, [1, 2, 3], ""),
-    "ppo": ("benchmark/ppo_continuous", MUJOCO, [1, 2, 3], ""),
-    "sb3_ppo": ("benchmark/peers", MUJOCO, [1, 2], "--algorithm ppo"),
-    "trpo": ("benchmark/peers", MUJOCO, [1, 2], "--algorithm trpo"),
-    "spu_paper": ("spu_continuous", MUJOCO, [1, 2], PAPER),
-    "spu_30_epochs": ("spu_continuous", MUJOCO, [1, 2], "--max-epochs 30"),
-    "no_kl_term": ("spu_continuous", THREE, [1, 2], "--max-epochs 30 --no-kl-term"),
-    "no_dynamic_stopping": ("spu_continuous", THREE, [1, 2], "--max-epochs 30 --delta inf"),
-    "no_per_state_acceptance": ("spu_continuous", THREE, [1, 2], "--max-epochs 30 --epsilon inf"),
-    "linf": ("spu_linf", FIVE, [1, 2], ""),
-    "reverse_kl": ("spu_reverse_kl", FIVE, [1, 2], ""),
-    "spu_3m": ("spu_continuous", ["Walker2d-v4"], [1, 2], MILLIONS_3),
-    "trpo_3m": ("benchmark/peers", ["Walker2d-v4"], [1, 2], f"--algorithm trpo {MILLIONS_3}"),
-    "atari": ("spu_atari", ["Pong", "Breakout"], [1], MILLION),  # a pilot
-    "atari_ppo": ("benchmark/peers", ["Pong", "Breakout"], [1], f"--algorithm ppo {MILLION}"),
+    "reported/spu": ("spu_continuous", MUJOCO, SEEDS, ""),
+    "reported/ppo": ("benchmark/ppo_continuous", MUJOCO, SEEDS, ""),
+    "reported/trpo": ("benchmark/trpo_continuous", MUJOCO, SEEDS, ""),
+    "reported/ppo_target_kl": ("benchmark/ppo_continuous", MUJOCO, SEEDS[:3], "--target-kl 0.01"),
+    "reported/linf": ("spu_linf", MUJOCO, SEEDS[:3], ""),
+    "reported/reverse_kl": ("spu_reverse_kl", MUJOCO, SEEDS[:3], ""),
+    "reported/spu_paper": ("spu_continuous", MUJOCO, SEEDS[:3], PAPER),
+    "reported/no_kl_term": ("spu_continuous", TUNING, SEEDS[:3], "--no-kl-term"),
+    "reported/no_delta": ("spu_continuous", TUNING, SEEDS[:3], "--delta inf"),
+    "reported/no_epsilon": ("spu_continuous", TUNING, SEEDS[:3], "--epsilon inf"),
+    "reported/joint_stopping": ("spu_continuous", TUNING, SEEDS[:3], "--joint-stopping"),
+    "reported/spu_3m": ("spu_continuous", LONG, SEEDS[:2], MILLIONS.format(3)),
+    "reported/trpo_3m": ("benchmark/trpo_continuous", LONG, SEEDS[:2], MILLIONS.format(3)),
+    "reported/pong_spu": ("spu_atari", ["Pong"], SEEDS[:3], MILLIONS.format(1)),
+    "reported/pong_ppo": ("benchmark/ppo_atari", ["Pong"], SEEDS[:3], MILLIONS.format(1)),
+    "reported/breakout_spu": ("spu_atari", ["Breakout"], SEEDS[:1], MILLIONS.format(2)),
+    "reported/breakout_ppo": ("benchmark/ppo_atari", ["Breakout"], SEEDS[:1], MILLIONS.format(2)),
+    "reported/games_spu": ("spu_atari", GAMES, SEEDS[:1], MILLIONS.format(1)),
+    "reported/games_ppo": ("benchmark/ppo_atari", GAMES, SEEDS[:1], MILLIONS.format(1)),
 }
+# Which of four changes makes Atari play? Each run is without one of them, to 450,000 steps.
+WITHOUT = {
+    "inputs": "--no-standardize-inputs",
+    "step_size": "--no-adapt-lr --learning-rate 1e-4",
+    "games": "--num-envs 8 --num-steps 256 --minibatch-size 512",
+    "region": "--delta 0.02 --epsilon 0.0154",
+}
+for name, flags in WITHOUT.items():
+    flags = f"{flags} --total-timesteps 450000"
+    PLAN[f"reported/pong_without_{name}"] = ("spu_atari", ["Pong"], SEEDS[:1], flags)
 # Part 2 of PROTOCOL.md: six settings of each algorithm's own constants. Seeds from 101 on are for
 # tuning, and no result.
 SETTINGS = {
@@ -105,12 +120,18 @@ SETTINGS = {
 for (name, script, flags), settings in SETTINGS.items():
     for number, constants in enumerate(settings, start=1):
         PLAN[f"tuning/{name}_{number}"] = (script, TUNING, [101], flags.format(*constants))
-# The paper's sensitivity analysis: random vectors from its ranges for four constants.
-for number, vector in enumerate(np.random.default_rng(0).random((8, 4)), start=1):
-    delta, epsilon, lam, epochs = np.array([0.05, 0.01, 1.0, 5]) + vector * [0.02, 0.06, 0.2, 26]
-    flags = f"--delta {delta:.4f} --epsilon {epsilon:.4f} --lam {lam:.3f}"
-    flags += f" --max-epochs {int(epochs)}"
-    PLAN[f"sensitivity_{number}"] = ("spu_continuous", ["Hopper-v4", "Walker2d-v4"], [1], flags)
+# The paper's sensitivity analysis: 12 random vectors from its ranges, and 12 from ranges around our
+# default that are as wide in proportion.
+RANGES = {
+    "paper": [(0.05, 0.07), (0.01, 0.07), (1.0, 1.2), (5, 31)],
+    "default": [(0.017, 0.023), (0.008, 0.052), (1.18, 1.42), (4, 17)],
+}
+for name, ranges in RANGES.items():
+    low, high = np.array(ranges).T
+    for number, vector in enumerate(np.random.default_rng(0).uniform(low, high, (12, 4)), start=1):
+        flags = "--delta {:.4f} --epsilon {:.4f} --lam {:.3f} --max-epochs {}"
+        flags = flags.format(*vector[:3], int(vector[3]))
+        PLAN[f"reported/sensitivity_{name}_{number}"] = ("spu_continuous", TWO, SEEDS[:1], flags)
 # And an Atari experiment of its size, 60 games x 20 seeds x 10 million steps: about 1400 days of a
 # core. Not run.
 PLAN["atari_paper"] = ("spu_atari", ATARI, list(range(1, 21)), "")
@@ -137,6 +158,7 @@ def left(groups, seeds=None, only=None):
             jobs.append((group, env, int(seed)))
         else:
             jobs += [(group, env, seed) for seed in seeds or plan_seeds for env in envs]
+    jobs.sort(key=lambda job: job[2])  # by seed; else in the order given
     return [job for job in jobs if not result(*job).exists()]
 
 
@@ -166,7 +188,6 @@ def is_finished(agent):
 def run(group, env, seed):
     """Train, or go on training, in a folder of the job's own; then keep the curve. Returns what
     went wrong."""
-    start = time.time()
     folder = WORK / group / f"{env}__{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     script, *options = command(group, env, seed)
@@ -183,10 +204,28 @@ def run(group, env, seed):
             return f"{group} {env} {seed}: {(done.stderr.strip().splitlines() or ['killed'])[-1]}"
     agent = newest_agent(folder)
     if agent:
-        keep(group, env, seed, agent.parent, time.time() - start)
+        keep(group, env, seed, agent.parent)
 
 
-def keep(group, env, seed, run_dir, wall_time):
+def commit():
+    """Of the scripts that run, with a + if they are not as committed."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def training_time(run_dir):
+    """Seconds of training, and in how many sittings: each has an event file of its own, from its
+    start to its last iteration."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    seconds = []
+    for path in run_dir.glob("events.out.tfevents.*"):
+        times = [event.wall_time for event in EventFileLoader(str(path)).Load()]
+        seconds.append(max(times) - min(times))
+    return sum(seconds), len(seconds)
+
+
+def keep(group, env, seed, run_dir):
     """Write the learning curve of a finished run as CSV: never half a file."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -194,29 +233,26 @@ def keep(group, env, seed, run_dir, wall_time):
     accumulator.Reload()
     episodes = accumulator.Scalars("charts/episodic_return")
     returns = [event.value for event in episodes]
-    iterations = [event.step for event in accumulator.Scalars("charts/SPS")]
+    kls = accumulator.Scalars("spu/kl_mean")
     # How many episodes had ended by then.
-    counts = np.searchsorted([event.step for event in episodes], iterations, "right")
-    summary = f"# seconds: {wall_time:.0f}, episodes: {len(returns)}"
-    for tag in ("spu/kl_mean", "spu/epochs_used"):
-        if tag in accumulator.Tags()["scalars"]:
-            x = [event.value for event in accumulator.Scalars(tag)]
-            summary += f", mean of {tag}: {np.mean(x):.3g}, median {np.median(x):.3g}"
-            summary += f", most {max(x):.3g}"
-    names = ("torch", "gymnasium", "mujoco", "numpy")
-    packages = ", ".join(f"{name} {version(name)}" for name in names)
+    counts = np.searchsorted([x.step for x in episodes], [x.step for x in kls], "right")
+    evaluation = accumulator.Scalars("eval/episodic_return")[-1].value
+    seconds, sittings = training_time(run_dir)
+    names = ("torch", "gymnasium", "ale-py" if "atari" in PLAN[group][0] else "mujoco", "numpy")
     path = result(group, env, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.tmp", "w", newline="") as file:
         file.write(f"# command: python {shlex.join(command(group, env, seed))}\n")
-        file.write(f"# versions: {packages}\n")
-        file.write(f"{summary}\n")
+        file.write(f"# commit: {commit()}\n")
+        file.write(f"# versions: {', '.join(f'{name} {version(name)}' for name in names)}\n")
+        file.write(f"# seconds: {seconds:.0f}, sittings: {sittings}, episodes: {len(returns)}\n")
+        file.write(f"# evaluation: {evaluation:.2f}\n")
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["step", "return"])
-        for step, count in zip(iterations, counts):
+        writer.writerow(["step", "return", "kl"])
+        for event, count in zip(kls, counts):
             if count:
                 last = returns[max(0, count - 100) : count]
-                writer.writerow([step, round(float(np.mean(last)), 2)])
+                writer.writerow([event.step, round(float(np.mean(last)), 2), f"{event.value:.5f}"])
     os.replace(f"{path}.tmp", path)
 
 

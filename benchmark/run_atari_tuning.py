@@ -46,8 +46,8 @@ JOBS = {
     "pong_spu_minibatch_512": ("Pong", 101, "--minibatch-size 512"),
     "breakout_spu_delta_02": ("Breakout", 101, REGION_02),
     "breakout_ppo_anneal": ("Breakout", 101, ANNEAL),
-    "pong_ppo_minibatch_512": ("Pong", 101, "--algorithm ppo --minibatch-size 512"),
-    "pong_ppo_clip_02": ("Pong", 101, "--algorithm ppo --clip 0.2"),
+    "pong_ppo_minibatch_512": ("Pong", 101, f"--algorithm ppo {REGION_02} --minibatch-size 512"),
+    "pong_ppo_clip_02": ("Pong", 101, f"--algorithm ppo {REGION_02} --clip 0.2"),
     "pong_ppo_delta_02": ("Pong", 101, f"--algorithm ppo {REGION_02}"),
 }
 

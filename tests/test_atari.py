@@ -343,6 +343,19 @@ def test_a_killed_process_is_started_again_and_the_run_goes_on(tmp_path):
     assert EventAccumulator(str(last)).Reload().Scalars("spu/kl_mean")[0].step > 5 * 64
 
 
+def test_a_process_that_dies_in_the_evaluation_is_started_again_and_evaluates(tmp_path):
+    options = [*BREAKOUT, "--total-timesteps", 128, "--eval-episodes", 8]
+    process = torchrun("--max-restarts", 1, ROOT / "spu_atari.py", *options, cwd=tmp_path)
+    wait_for(lambda: iterations_done(tmp_path) == 2, process)
+    kill_worker(process, rank=0)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0 and output.count("Training in") == 2, output
+    assert output.count("Breakout: return") == len(
+        values(run_dir(tmp_path), "eval/episodic_return")
+    )
+    assert steps_of(run_dir(tmp_path)) == [64, 128]
+
+
 def test_a_launch_that_fails_early_does_not_take_over_the_run_of_an_earlier_one(tmp_path):
     """Two launches with the same id in the same folder, as when a command is repeated."""
     with socket.socket() as free:

@@ -44,7 +44,7 @@ def read_curve(path):
     lines = path.read_text().splitlines()
     rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
     steps = [int(row["step"]) for row in rows]
-    return lines[:3], steps, [float(row["return"]) for row in rows]
+    return lines[:5], steps, [float(row["return"]) for row in rows]
 
 
 def test_a_job_leaves_its_curve_and_is_not_run_again(runner, monkeypatch, tmp_path, capsys):
@@ -58,10 +58,15 @@ def test_a_job_leaves_its_curve_and_is_not_run_again(runner, monkeypatch, tmp_pa
     assert steps == list(range(200, 6001, 200))
     scalars = events(run_dir(tmp_path / "work" / "small" / "Pendulum-v1__1"))
     returns = [value for _, value in scalars["charts/episodic_return"]]
-    kl = np.array([value for _, value in scalars["spu/kl_mean"]])
-    moved = f"mean of spu/kl_mean: {kl.mean():.3g}, median {np.median(kl):.3g}"
-    moved += f", most {kl.max():.3g}, mean of spu/epochs_used: 1, median 1, most 1"
-    assert header[2].endswith(f", episodes: 30, {moved}")
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    head = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    assert header[1] in (f"# commit: {head}", f"# commit: {head}+")
+    assert header[3].endswith(", sittings: 1, episodes: 30")
+    assert header[4] == f"# evaluation: {scalars['eval/episodic_return'][0][1]:.2f}"
+    with open(path) as file:
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    kl = [value for _, value in scalars["spu/kl_mean"]]
+    np.testing.assert_allclose([float(row["kl"]) for row in rows], kl, atol=1e-5)
     np.testing.assert_allclose(curve, np.cumsum(returns) / np.arange(1, 31), atol=0.01)
     main(monkeypatch, "small", "--dry-run")
     assert capsys.readouterr().out == ""
@@ -72,9 +77,8 @@ def test_a_job_leaves_its_curve_and_is_not_run_again(runner, monkeypatch, tmp_pa
 
     # A finished run whose curve was not kept is not trained again.
     path.unlink()
-    monkeypatch.setattr(runner.subprocess, "run", lambda *_, **__: pytest.fail("trained again"))
     main(monkeypatch, "small", "--only", "Pendulum-v1__1")
-    assert read_curve(path)[2] == curve
+    assert read_curve(path) == (header, steps, curve)  # one sitting still
 
 
 def test_a_job_that_was_killed_goes_on_as_if_nothing_had_happened(runner, monkeypatch, tmp_path):
@@ -94,12 +98,21 @@ def test_a_job_that_was_killed_goes_on_as_if_nothing_had_happened(runner, monkey
     assert not runner.is_finished(runner.newest_agent(folder))
 
     main(monkeypatch, "small")
-    _, steps, curve = read_curve(tmp_path / "results" / "small" / "Pendulum-v1__1.csv")
+    header, steps, curve = read_curve(tmp_path / "results" / "small" / "Pendulum-v1__1.csv")
+    assert header[3].endswith(", sittings: 2, episodes: 30")
     assert runner.is_finished(run_dir(folder) / "agent.pt")  # the only run
     run("spu_continuous", *options, cwd=tmp_path)  # the same, in one go
     returns = np.array(values(run_dir(tmp_path), "charts/episodic_return"))
     assert steps == list(range(200, 6001, 200))
     np.testing.assert_allclose(curve, np.cumsum(returns) / np.arange(1, 31), atol=0.01)
+
+
+def test_seeds_come_one_after_the_other(runner, monkeypatch, capsys):
+    runner.PLAN["other"] = runner.PLAN["small"]
+    main(monkeypatch, "small", "other", "--seeds", "1", "2", "--dry-run")
+    lines = capsys.readouterr().out.splitlines()
+    order = [line.split()[2] + line[-1] for line in lines]
+    assert order == ["small1", "other1", "small2", "other2"]
 
 
 def test_an_unknown_group_is_refused(runner, monkeypatch):
