@@ -49,7 +49,7 @@ class Args:
     seed: int = 1  # of the games, the network, the actions and the minibatches
     total_timesteps: int = 10_000_000  # steps of all games (of 4 frames each), in whole batches
     # The algorithm
-    clip: float = 0.1  # a ratio this far from 1, in its advantage's direction, gives no gradient
+    clip: float = 0.2  # a ratio this far from 1, in its advantage's direction, gives no gradient
     target_kl: float = math.inf  # the epochs end when the mean KL exceeds it (inf: never)
     delta: float = 0.02  # nats; the step size follows it
     max_epochs: int = 4  # the most passes over a batch
