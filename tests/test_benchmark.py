@@ -210,19 +210,20 @@ def test_the_target_kl_ends_the_epochs_of_ppos_policy_only(batch, target_kl, pol
 def test_the_fisher_product_is_one_with_the_explicit_hessian_of_the_mean_kl():
     torch.manual_seed(0)
     shapes = {"w1": (3, 4), "b1": (4,), "w2": (4, 4), "b2": (4,), "w3": (4, 2), "b3": (2,)}
-    params = {name: 0.5 * torch.randn(shape).double() for name, shape in shapes.items()}
-    params["log_std"] = torch.tensor([-1.0, 0.3]).double()
+    shapes["log_std"] = (2,)
+    theta = 0.5 * torch.randn(48).double()
+    params = trpo.split(theta, shapes)
+    params["log_std"][:] = torch.tensor([-1.0, 0.3])
     inputs = torch.randn(7, 3).double()
     old = gaussian(trpo.forward(params, inputs), params["log_std"])
-    theta = trpo.flatten(params)
 
     def mean_kl(theta):  # torch's own
-        new = trpo.unflatten(theta, params)
+        new = trpo.split(theta, shapes)
         return kl_divergence(old, gaussian(trpo.forward(new, inputs), new["log_std"])).mean()
 
     def our_kl(theta):
         data = {"inputs": inputs, "old_mean": old.mean, "old_log_std": params["log_std"]}
-        return trpo.mean_kl(trpo.unflatten(theta, params), data)
+        return trpo.mean_kl(trpo.split(theta, shapes), data)
 
     far = theta + 0.3 * torch.randn(48).double()
     torch.testing.assert_close(our_kl(far), mean_kl(far))

@@ -405,7 +405,7 @@ def test_dictionaries_to_see_and_matrices_to_do(tmp_path, env_id, options):
     assert {value for _, value in scalars["charts/episodic_return"]} == {1 + 2 + 3 + 4 + 5 + 6 + 7}
     assert len(scalars["charts/episodic_return"]) == 300 // 7
     agent = agent_of(run_dir(tmp_path))
-    assert agent["policy.params.w1"].shape == (4 + 3 + 3, 64)
+    assert agent["obs_moments"].shape == (3, 4 + 3 + 3)
     assert (agent["action_scale"] == 0.5).all()  # clipped or not, in units of the action space
 
 
