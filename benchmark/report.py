@@ -4,8 +4,8 @@
     python benchmark/report.py --check    # write nothing; exit code 1 if a table is out of date
 
 A README says where a table goes: what stands between `<!-- report: NAME -->` and
-`<!-- end of report -->` is replaced by it. The names are scores, averages, improvement, moved,
-ablation, iqm, steps_to_ppo, details, linf, reverse_kl, sensitivity, speed and atari.
+`<!-- end of report -->` is replaced by it. The names are front, scores, averages, improvement,
+moved, ablation, iqm, steps_to_ppo, details, linf, reverse_kl, sensitivity, speed and atari.
 
 The score of a run is the mean return of its last 100 episodes. With means over seeds, the paper's
 improvement of X over Y in an environment is (X - random) / (Y - random) - 1; random is the uniform
@@ -286,8 +286,8 @@ def markdown(header, rows, sentence, data=None, groups=()):
 # ---- Tables
 
 
-def scores_table(data):
-    groups = [group for group in ALGORITHMS if group in data.runs]
+def scores_table(data, algorithms=ALGORITHMS):
+    groups = [group for group in algorithms if group in data.runs]
     columns = {}
     for group in groups:
         column = {env: cell(seeds) for env, seeds in data.scores[group].items()}
@@ -578,6 +578,7 @@ def atari_table(data):
 
 
 TABLES = {
+    "front": lambda data: scores_table(data, ["trpo", "ppo", "spu"]),
     "scores": scores_table,
     "averages": averages_table,
     "improvement": improvement_table,

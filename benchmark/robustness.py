@@ -2,7 +2,7 @@
 
 A point in the plane is to be moved to the origin in 30 steps (Point, in tests/toy_envs.py). Only
 the units change: of actions, observations or rewards. Returns are divided by the reward's unit, so
-that every column should read the same: random actions give about -27, the best possible is -2.
+that every row should read the same: random actions give about -27, a good policy -1 to -3.
 
     python benchmark/robustness.py            # run what is missing in results/robustness.csv
     python benchmark/robustness.py --table    # print the table of what is there

@@ -254,6 +254,20 @@ def test_a_step_is_that_of_distributions_and_of_the_whole_minibatch(options, mon
         assert 0 < refused[0] < 300  # the indicator had something to do
 
 
+def test_nothing_is_left_on_the_cpu():
+    """A step with everything on the meta device, which computes no numbers but refuses a tensor of
+    the CPU among its own: the nearest to a GPU that a machine without one has."""
+    agent, _ = processes.new_agent()
+    agent.to("meta")
+    optimizer = torch.optim.Adam(agent.parameters(), 1e-4)
+    data = {name: x.to("meta") for name, x in processes.random_data(32).items()}
+    means = spu_atari.gradient_step(agent, optimizer, data, torch.arange(16), Args())
+    assert all(x.is_meta for x in means.values()) and agent.policy.weight.grad.is_meta
+    data["advantages"] = torch.zeros(32)  # and so it would be found out
+    with pytest.raises(RuntimeError, match="device"):
+        spu_atari.gradient_step(agent, optimizer, data, torch.arange(16), Args())
+
+
 @pytest.mark.parametrize("epsilon", [0.03, math.inf])
 def test_a_ratio_that_would_overflow_gives_a_finite_loss_and_gradient(epsilon):
     """exp(200) is too large for a float32, in a state that is rejected and in one that is not."""

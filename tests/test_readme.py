@@ -13,6 +13,7 @@ from conftest import ROOT, environment, run, run_dir
 
 README = (ROOT / "README.md").read_text()
 BENCHMARK = (ROOT / "benchmark" / "README.md").read_text()
+PAPER = (ROOT / "benchmark" / "PAPER.md").read_text()
 
 
 def blocks(language, text=README):
@@ -65,8 +66,27 @@ def test_the_example_program_replays_an_agent(tmp_path):
     )
 
 
-def test_the_papers_configuration_is_the_command_of_the_readme(tmp_path):
-    (line,) = [line for line in commands(README) if "--joint-stopping" in line]
+def test_cartpole_is_balanced_after_the_changes_of_the_recipe(tmp_path):
+    (tmp_path / "cartpole.py").write_text(python_block("cartpole.py"))
+    *functions, line = python_block("spu_discrete.py").partition("\n")[2].strip().split("\n\n\n")
+    script = (ROOT / "spu_continuous.py").read_text()
+    for function in functions:
+        name = re.match(r"def (\w+)\(", function).group(1)
+        script, found = re.subn(rf"def {name}\(.*?\n\n\n", f"{function}\n\n\n", script, flags=re.S)
+        assert found == 1
+    script, found = re.subn(r"noise = \(.*", line, script)
+    assert found == 1
+    (tmp_path / "spu_discrete.py").write_text(script)
+    (command,) = re.findall(r"`python (spu_discrete.py .*?)`", README)
+    words = [sys.executable, *command.split(), "--no-compile"]
+    extra = {"env": environment(PYTHONPATH=str(tmp_path)), "cwd": tmp_path}
+    done = subprocess.run(words, **extra, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"return (\S+) ±", done.stdout).group(1)) > 400
+
+
+def test_the_papers_configuration_is_the_command_of_its_page(tmp_path):
+    (line,) = [line for line in commands(PAPER) if "--joint-stopping" in line]
     options = [*shlex.split(line)[2:], "--no-compile", "--eval-episodes", 1]
     options[options.index("--env-id") + 1] = "HumanoidStandup-v4"  # its actions are within 0.4
     run("spu_continuous", *options, "--total-timesteps", 2048, cwd=tmp_path)
@@ -101,10 +121,10 @@ def test_the_two_losses_are_those_of_the_scripts():
 
 
 def test_every_python_block_is_one_of_the_tested_ones():
-    assert len(blocks("python")) == 3 and not blocks("python", BENCHMARK)
+    assert len(blocks("python")) == 5 and not blocks("python", BENCHMARK + PAPER)
 
 
-@pytest.mark.parametrize("line", sorted({*commands(README), *commands(BENCHMARK)}))
+@pytest.mark.parametrize("line", sorted({*commands(README), *commands(BENCHMARK + PAPER)}))
 def test_a_command_names_files_and_options_that_exist(line):
     words = shlex.split(line.replace("{}", "1"))
     for word in words:
@@ -118,7 +138,9 @@ def test_a_command_names_files_and_options_that_exist(line):
             assert option in fields or option.removeprefix("no_") in fields, option
 
 
-@pytest.mark.parametrize("where, text", [(ROOT, README), (ROOT / "benchmark", BENCHMARK)])
+@pytest.mark.parametrize(
+    "where, text", [(ROOT, README), (ROOT / "benchmark", BENCHMARK), (ROOT / "benchmark", PAPER)]
+)
 def test_links_and_test_names_exist(where, text):
     for label, link in re.findall(r"\[([^\]]*)\]\(([^)]+)\)", text):
         if not link.startswith("https://"):

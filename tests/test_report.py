@@ -336,7 +336,7 @@ def test_without_runs_there_are_no_tables_and_no_pictures(tmp_path):
     (tmp_path / "README.md").write_text(markers("score"))
     (line,) = run(tmp_path, code=2).stderr.splitlines()
     assert line.startswith(
-        "report.py: README.md: There is no table score: the tables are scores, averages, improvement"
+        "report.py: README.md: There is no table score: the tables are front, scores, averages, improvement"
     )
 
 

@@ -387,3 +387,18 @@ def test_lambda_may_be_annealed_in_a_compiled_run():
     assert_agents_agree(run_steps(spu_continuous, True, lams=lams), eager)
     with pytest.raises(AssertionError):
         assert_agents_agree(run_steps(spu_continuous, True, lams=[2.0] * 15), eager)
+
+
+def test_nothing_is_left_on_the_cpu(spu):
+    """A step with everything on the meta device, which computes no numbers but refuses a tensor of
+    the CPU among its own: the nearest to a GPU that a machine without one has."""
+    data = {name: x.to("meta") for name, x in random_data(20).items()}
+    agent = new_agent(spu).to("meta")
+    rows = torch.arange(3, 19, device="meta")
+    rate = torch.tensor(3e-4, device="meta")
+    for network in (agent.policy, agent.value):
+        network.step(network, rate, data, rows, spu.Args())
+        assert network.vector.is_meta and network.m.is_meta
+    data["inputs"] = torch.zeros(20, OBS)  # and so it would be found out
+    with pytest.raises(RuntimeError, match="device"):
+        agent.policy.step(agent.policy, rate, data, rows, spu.Args())
