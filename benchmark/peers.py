@@ -1,7 +1,7 @@
 """One training run of Stable-Baselines3 PPO or sb3-contrib TRPO, near to the paper's settings.
 
     pip install -r benchmark/requirements.txt
-    python benchmark/peers.py --algorithm ppo --env-id Hopper-v4        # into benchmark/results/
+    python benchmark/peers.py --algorithm ppo --env-id Hopper-v4        # into results/reported/
     python benchmark/peers.py --algorithm trpo --env-id Hopper-v4 --seed 2 --output FILE.csv
 
 The CSV is like those of run.py: after every 2048 steps, the mean return of the last 100 finished
@@ -42,7 +42,7 @@ import torch
 import tyro
 from tqdm import tqdm
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parent / "results" / "reported"
 STEPS = 2048  # per iteration
 
 
@@ -52,7 +52,7 @@ class Args:
     env_id: str = "Hopper-v4"  # a gymnasium environment whose observations are vectors
     seed: int = 1  # of the network, the action noise, the minibatches and the environment
     total_timesteps: int = 1_000_000  # environment steps to train for, in whole iterations of 2048
-    output: Path | None = None  # the CSV; by default under benchmark/results/, for report.py
+    output: Path | None = None  # the CSV; by default under results/reported/, for report.py
 
 
 def refuse(sentence):  # bad input
@@ -135,7 +135,7 @@ def main():
         refuse(f"--total-timesteps must be at least {STEPS}; it is {args.total_timesteps}.")
     if not 0 <= args.seed < 2**31:
         refuse(f"--seed must be between 0 and 2147483647; it is {args.seed}.")
-    group = {"ppo": "sb3_ppo", "trpo": "trpo"}[args.algorithm]
+    group = {"ppo": "sb3_ppo", "trpo": "sb3_trpo"}[args.algorithm]
     path = args.output or RESULTS / group / f"{args.env_id}__{args.seed}.csv"
     start = time.time()
     rows, episodes = train(args)

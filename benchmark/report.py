@@ -4,13 +4,12 @@
     python benchmark/report.py --check    # write nothing; exit code 1 if a table is out of date
 
 A README says where a table goes: what stands between `<!-- report: NAME -->` and
-`<!-- end of report -->` is replaced by it. The names are front, scores, averages, improvement,
-moved, ablation, iqm, steps_to_ppo, details, linf, reverse_kl, sensitivity, speed and atari.
+`<!-- end of report -->` is replaced by it. The names are those of TABLES, at the end of this file.
 
 The score of a run is the mean return of its last 100 episodes. With means over seeds, the paper's
-improvement of X over Y in an environment is (X - random) / (Y - random) - 1; random is the uniform
-policy of results/random.csv. Groups of runs may be missing or unfinished: what is there is
-reported, with the number of seeds.
+improvement of X over Y in a task is (X - random) / (Y - random) - 1; random is the uniform policy
+of results/random.csv. Two algorithms are compared on the tasks and seeds that both have. Groups of
+runs may be missing or unfinished: what is there is reported, with the number of seeds.
 """
 
 import csv
@@ -29,120 +28,101 @@ import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- report: ", "<!-- end of report -->"
-DEFAULTS = {  # which a run may have spelled out
-    "spu_continuous": {"--lam 1.3", "--epsilon 0.03", "--delta 0.02", "--max-epochs 10"},
-    "spu_linf": {"--lam 1", "--epsilon 1", "--max-epochs 10"},
-    "spu_reverse_kl": {
-        "--max-advantage 2",
-        "--epsilon 0.3",
-        "--accept 0.03",
-        "--delta 0.02",
-        "--max-epochs 10",
-    },
-}
-ABLATION_BASELINE = "spu_30_epochs"  # full SPU, with as many epochs as the ablations: the paper's
-VECTORS = "sensitivity_"  # groups with one random vector of hyper-parameters each
-# The paper's percentages over TRPO; full SPU has 27.
-PAPER_ABLATION = {"no_kl_term": 4, "no_dynamic_stopping": 24, "no_per_state_acceptance": 9}
-PUBLISHED = "SPU as published"
-# Where SPU's constants were tuned.
-TUNED = ["Ant", "HalfCheetah", "Hopper", "InvertedDoublePendulum", "Swimmer", "Walker2d"]
-SMALL = ["Ant-v4", "HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"]  # the panels of the front page,
-FRONT = ["trpo", "sb3_ppo", "ppo", "spu"]  # and its curves
-RANDOM_ACTIONS = "uniform"  # the rows of random.csv that count; random_policy.py says why
 ALGORITHMS = {  # group: (name, colour), in this order in tables and legends
     "trpo": ("TRPO", "#8a8a8a"),
-    "sb3_ppo": ("SB3 PPO", "#8e63b0"),
-    "ppo": ("our PPO", "#e0962b"),
+    "ppo": ("PPO", "#e0962b"),
+    "ppo_target_kl": ("PPO, target KL", "#8e63b0"),
     "spu": ("SPU", "#1b6ca8"),
     "linf": ("L-infinity SPU", "#3c8d40"),
     "reverse_kl": ("reverse-KL SPU", "#c8553d"),
-    "spu_paper": ("paper-settings SPU", "#6db3e0"),
 }
-ATARI = {"atari_ppo": ALGORITHMS["sb3_ppo"], "atari": ALGORITHMS["spu"]}  # drawn by themselves
-OTHERS = {"spu_3m": "SPU at 3M steps", "trpo_3m": "TRPO at 3M steps"}
-OTHERS |= {"no_kl_term": "no KL term", "no_per_state_acceptance": "no per-state acceptance"}
-OTHERS |= {"spu_30_epochs": "SPU with 30 epochs"}
-# X, Y, the column of published.csv with the paper's percentage in each environment, its average.
+OTHERS = {
+    "spu_paper": "SPU, the paper's configuration",
+    "sb3_ppo": "SB3 PPO",
+    "sb3_trpo": "sb3-contrib TRPO",
+    "no_kl_term": "no KL in the loss",
+    "no_delta": "no stopping (`--delta inf`)",
+    "no_epsilon": "no acceptance (`--epsilon inf`)",
+    "joint_stopping": "value function stopped too",
+    "spu_3m": "SPU, 3 million steps",
+    "trpo_3m": "TRPO, 3 million steps",
+}
+PUBLISHED = "as published"
+TUNING = ["HalfCheetah-v4", "Hopper-v4", "Humanoid-v4", "Reacher-v4", "Walker2d-v4"]
+# X, Y, the column of published.csv with the paper's percentage in each task, its average.
 COMPARISONS = [
     ("spu", "trpo", "spu_over_trpo_pct", 27),
-    ("spu", "sb3_ppo", "spu_over_ppo_pct", 17),
     ("spu", "ppo", "spu_over_ppo_pct", 17),
+    ("spu", "ppo_target_kl", None, None),
+    ("spu", "sb3_ppo", "spu_over_ppo_pct", 17),
     ("spu_paper", "trpo", "spu_over_trpo_pct", 27),
-    ("spu_paper", "sb3_ppo", "spu_over_ppo_pct", 17),
-    ("sb3_ppo", "trpo", "ppo_over_trpo_pct", 9),
+    ("spu_paper", "ppo", "spu_over_ppo_pct", 17),
     ("ppo", "trpo", "ppo_over_trpo_pct", 9),
     ("linf", "trpo", None, 6),
     ("reverse_kl", "trpo", None, None),
     ("spu_3m", "trpo_3m", None, 28),
 ]
+# The paper's percentages over TRPO; full SPU has 27.
+ABLATIONS = {"no_kl_term": 4, "no_delta": 24, "no_epsilon": 9, "joint_stopping": None}
+INTERVAL_SEEDS = 5  # with fewer there is no interval
+GAMES = {"spu": ["pong_spu", "breakout_spu", "games_spu"]}
+GAMES |= {"ppo": ["pong_ppo", "breakout_ppo", "games_ppo"]}
+WITHOUT = {
+    "inputs": "inputs standardised (x / 255 instead)",
+    "step_size": "the step size that follows δ (annealed from 1e-4 instead)",
+    "games": "32 games (8 × 256 steps, minibatches of 512 instead)",
+    "region": "ε 0.06 (the paper's 0.0154 instead)",
+}
 
 
 @dataclass
 class Args:
-    results: Path = ROOT / "benchmark" / "results"  # the CSV files, as GROUP/ENV__SEED.csv
-    output: Path = ROOT  # where the READMEs are; the pictures go into its benchmark/results/
+    results: Path = ROOT / "benchmark" / "results"  # where random.csv and reported/ are
+    output: Path = ROOT  # where the READMEs are; the pictures go into its benchmark/pictures/
     check: bool = False  # only say whether the tables of the READMEs are up to date
 
 
-# ---- Data: {environment: {seed: ...}} all the way
+# ---- Data: {task: {seed: ...}} all the way
 
 
 @dataclass
 class Data:
-    # A curve has rows (step, mean return of the last 100 episodes).
-    runs: dict  # {group: {environment: {seed: curve}}}
-    # Of an iteration, in the runs that kept it.
-    moved: dict  # {group: {environment: {seed: (mean KL, mean number of epochs)}}}
-    random: dict  # {environment: mean} of the random policy
-    published: dict  # {environment: {column of published.csv: number}}
-    options: dict  # {group: the options of its runs, but for environment and seed}
+    # A curve has rows (step, mean return of the last 100 episodes, mean KL of the iteration).
+    runs: dict  # {group: {task: {seed: curve}}}
+    options: dict  # {group: the options of its runs, but for task and seed}
+    random: dict  # {task: mean} of the random policy
+    published: dict  # {task: {column of published.csv: number}}
     speed: list  # the rows of speed.csv
-    # On seeds from 101 on.
-    tuning: dict  # {script: {options that are not the default: {environment: {seed: score}}}}
 
     @property
-    def scores(self):  # {group: {environment: {seed: score}}}
+    def scores(self):  # {group: {task: {seed: score}}}
         scores = {}
-        for group, envs in self.runs.items():
+        for group, tasks in self.runs.items():
             scores[group] = {}
-            for env, seeds in envs.items():
-                scores[group][env] = {seed: float(curve[-1, 1]) for seed, curve in seeds.items()}
+            for task, seeds in tasks.items():
+                scores[group][task] = {seed: float(curve[-1, 1]) for seed, curve in seeds.items()}
         return scores
 
 
 def load(results):
     """Everything in the folder, and the published numbers."""
-    speed = read_rows(results / "speed.csv")
-    data = Data({}, {}, {}, {}, {}, speed, {script: {} for script in DEFAULTS})
-
-    def tuned(script, flags, env, seed, score):
-        flags = " ".join(sorted(set(re.findall(r"--\S+(?: (?!--)\S+)?", flags)) - DEFAULTS[script]))
-        data.tuning[script].setdefault(flags, {}).setdefault(env, {})[int(seed)] = float(score)
-
-    for row in read_rows(results / "tuning.csv"):
-        score = row["return_of_last_100_episodes"]
-        tuned(row["script"], row["flags"], row["env_id"], row["seed"], score)
-    for path in sorted(results.glob("*/*__*.csv")):
-        lines = path.read_text().splitlines()
+    data = Data({}, {}, {}, {}, read_rows(results / "speed.csv"))
+    for path in sorted(results.glob("reported/*/*__*.csv")):
         group = path.parent.name
-        env, seed = path.stem.rsplit("__", 1)
-        if rows := [line.split(",") for line in lines if line[:1].isdigit()]:
-            data.runs.setdefault(group, {}).setdefault(env, {})[int(seed)] = np.array(rows, float)
-            script, _, options = re.sub(r" --(env-id|seed) \S+", "", lines[0]).partition(".py")
-            data.options[group] = options.strip()
-            if moved := re.findall(r"mean of \S+: ([\d.e-]+)", lines[2]):
-                envs = data.moved.setdefault(group, {})
-                envs.setdefault(env, {})[int(seed)] = tuple(map(float, moved))
-            script = script.rpartition(" ")[2]  # after "# command: python"
-            if int(seed) > 100 and script in DEFAULTS:
-                tuned(script, options, env, seed, rows[-1][1])
+        task, seed = path.stem.rsplit("__", 1)
+        if rows := read_rows(path):
+            columns = [[float(row[name] or "nan") for row in rows] for name in rows[0]]
+            tasks = data.runs.setdefault(group, {})
+            tasks.setdefault(task, {})[int(seed)] = np.array(columns).T
+            command = path.read_text().splitlines()[0]
+            command = re.sub(r" --(env-id|seed|algorithm) \S+", "", command)
+            data.options[group] = command.partition(".py")[2].strip()
     for row in read_rows(results / "random.csv"):
-        if row["actions"] == RANDOM_ACTIONS:
+        if row["actions"] == "uniform":  # random_policy.py says why
             data.random[row["env_id"]] = float(row["mean"])
     for row in read_rows(Path(__file__).with_name("published.csv")):
-        env = row.pop("env").replace("-v2", "-v4")  # the nearest there is today
-        row = data.published[env] = {column: float(value) for column, value in row.items()}
+        task = row.pop("env").replace("-v2", "-v4")  # the nearest there is today
+        row = data.published[task] = {column: float(value) for column, value in row.items()}
         ratio = (row["ppo"] - row["random"]) / (row["trpo"] - row["random"])
         row["ppo_over_trpo_pct"] = 100 * (ratio - 1)
     return data
@@ -154,6 +134,15 @@ def read_rows(path):
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
+def shared(x, y):
+    """The part of x whose tasks and seeds y has too."""
+    both = {}
+    for task in sorted(x.keys() & y.keys()):
+        if seeds := sorted(x[task].keys() & y[task].keys()):
+            both[task] = {seed: x[task][seed] for seed in seeds}
+    return both
+
+
 # ---- Numbers
 
 
@@ -162,22 +151,25 @@ def mean(values):
 
 
 def improvement(x, y, random):
-    """{environment: (X - random) / (Y - random) - 1} where both have runs and Y beats random."""
+    """{task: (X - random) / (Y - random) - 1}, on shared seeds, where Y beats random."""
+    x, y = shared(x, y), shared(y, x)
     result = {}
-    for env in sorted(x.keys() & y.keys() & random.keys()):
-        gain, base = (mean(scores[env].values()) - random[env] for scores in (x, y))
+    for task in x.keys() & random.keys():
+        gain, base = (mean(scores[task].values()) - random[task] for scores in (x, y))
         if base > 0:
-            result[env] = gain / base - 1
-    return result
+            result[task] = gain / base - 1
+    return dict(sorted(result.items()))
 
 
-def shared(x, y):
-    """The part of x whose environments and seeds y has too."""
-    both = {}
-    for env in sorted(x.keys() & y.keys()):
-        if seeds := sorted(x[env].keys() & y[env].keys()):
-            both[env] = {seed: x[env][seed] for seed in seeds}
-    return both
+def normalised(scores, data):
+    """The runs of each task as an array, where 0 is the random policy and 1 the published SPU."""
+    parts = []
+    for task, seeds in sorted(scores.items()):
+        if task in data.random and task in data.published:
+            zero = data.random[task]
+            one = data.published[task]["spu"]
+            parts.append((np.array(list(seeds.values())) - zero) / (one - zero))
+    return parts
 
 
 def iqm(x):
@@ -186,60 +178,55 @@ def iqm(x):
     return np.sort(x)[..., cut : x.shape[-1] - cut].mean(-1)
 
 
-def bootstrap(statistic, strata, generator):
-    """The statistic of 2000 resamples; drawn again are the seeds (first axis) of each stratum."""
-    draws = [x[generator.integers(len(x), size=(2000, len(x)))] for x in strata]
-    return statistic(np.concatenate(draws, axis=1))
+def probability_of_improvement(x, y):
+    """How often a run of x beats one of y, on average over tasks (a tie counts half). The arrays
+    may have leading axes."""
+    chances = []
+    for a, b in zip(x, y, strict=True):
+        difference = a[..., :, None] - b[..., None, :]
+        chances.append((np.sign(difference) + 1).mean((-2, -1)) / 2)
+    return np.mean(chances, axis=0)
 
 
-def interval(statistic, strata, minus=()):
-    """95 % bootstrap interval of a statistic, or of its difference between two sets of runs."""
+def resample(parts, generator):
+    """2000 times as many runs as there are, drawn again within each task."""
+    return [part[generator.integers(len(part), size=(2000, len(part)))] for part in parts]
+
+
+def interval(statistic, *sets):
+    """95 % interval of a statistic of one or more sets of runs, bootstrapped within tasks."""
     generator = np.random.default_rng(0)
-    draws = bootstrap(statistic, strata, generator)
-    if minus:
-        draws = draws - bootstrap(statistic, minus, generator)
+    draws = statistic(*(resample(parts, generator) for parts in sets))
     return np.percentile(draws, [2.5, 97.5], axis=0)
 
 
-def improvement_interval(x, y, random, envs):
-    """95 % bootstrap interval of the improvement averaged over these environments; drawn again are
-    the seeds."""
-    generator = np.random.default_rng(0)
-    total = 0
-    for env in envs:
-        runs = [[np.array(list(scores[env].values()))] for scores in (x, y)]
-        means = [bootstrap(lambda draws: draws.mean(1), strata, generator) for strata in runs]
-        gain, base = means - np.array(random[env])
-        total += gain / base - 1
-    return np.percentile(total / len(envs), [2.5, 97.5])
+def iqm_of(parts):
+    return iqm(np.concatenate(parts, axis=-1))
 
 
-def align(curves):
-    """Curves of several seeds where all of them have steps: steps (n), returns (seeds, n)."""
+def enough(*groups):
+    """Whether every task has the seeds that an interval asks for."""
+    return min(len(seeds) for tasks in groups for seeds in tasks.values()) >= INTERVAL_SEEDS
+
+
+def align(curves, column=1):
+    """Curves of several seeds where all of them have steps: steps (n), values (seeds, n)."""
     first, last = max(curve[0, 0] for curve in curves), min(curve[-1, 0] for curve in curves)
     steps = np.unique(np.concatenate([curve[:, 0] for curve in curves]))
     steps = steps[(first <= steps) & (steps <= last)]
-    return steps, np.array([np.interp(steps, *curve.T) for curve in curves])
-
-
-def steps_to(threshold, curves):
-    """The step at which the mean of the curves first reaches the threshold, or None."""
-    steps, returns = align(curves)
-    # The threshold may be such a mean itself, rounded otherwise.
-    reached = steps[returns.mean(0) >= threshold - 1e-6]
-    return float(reached[0]) if len(reached) else None
+    return steps, np.array([np.interp(steps, curve[:, 0], curve[:, column]) for curve in curves])
 
 
 # ---- Text
 
 
 def name(group):
-    plain = group.replace("_", " ")
-    return ALGORITHMS[group][0] if group in ALGORITHMS else OTHERS.get(group, plain)
+    return ALGORITHMS[group][0] if group in ALGORITHMS else OTHERS.get(group, group)
 
 
 def percent(values):
     """The mean of some improvements."""
+    values = list(values)
     return f"{round(100 * mean(values)):+d} %" if values else "—"
 
 
@@ -251,10 +238,10 @@ def number(x, error=None):
 
 
 def cell(seeds):
-    """mean ± standard error (number of seeds)"""
+    """mean ± standard error"""
     x = list(seeds.values())
     error = np.std(x, ddof=1) / len(x) ** 0.5 if len(x) > 1 else None
-    return f"{number(mean(x), error)} ({len(x)})" if x else "—"
+    return number(mean(x), error) if x else "—"
 
 
 def span(numbers):
@@ -263,265 +250,156 @@ def span(numbers):
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def curves_of(data, group):
-    return [curve for seeds in data.runs[group].values() for curve in seeds.values()]
+def counts(data, groups):
+    """The seeds of each task and the steps of each run, in a sentence."""
+    groups = [group for group in dict.fromkeys(groups) if group in data.runs]
+    seeds = [span(len(seeds) for seeds in data.runs[group].values()) for group in groups]
+    said = ", ".join(f"{name(group)} {n}" for group, n in zip(groups, seeds))
+    if len(set(seeds)) == 1:
+        said = seeds[0]
+    steps = []
+    for group in groups:
+        for tasks in data.runs[group].values():
+            steps += [curve[-1, 0] for curve in tasks.values()]
+    return f" Seeds of each task: {said}. Steps: {span(steps)}."
 
 
-def markdown(header, rows, sentence, data=None, groups=()):
-    """A table, and a line under it that ends with the seeds and steps of its groups."""
+def markdown(header, rows, sentence):
     if not rows:
         return "There are no runs for this table yet."
-    groups = [group for group in groups if group in data.runs]
-    if groups:
-        seeds = [span([len(seeds) for seeds in data.runs[group].values()]) for group in groups]
-        counts = ", ".join(f"{name(group)} {n}" for group, n in zip(groups, seeds))
-        if len(set(seeds)) == 1:
-            counts = seeds[0]
-        steps = [curve[-1, 0] for group in groups for curve in curves_of(data, group)]
-        sentence += f" Seeds per environment: {counts}. Steps: {span(steps)}."
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join([*("| " + " | ".join(map(str, line)) + " |" for line in lines), "", sentence])
 
 
-# ---- Tables
+# ---- Tables: MuJoCo
 
 
-def scores_table(data, algorithms=ALGORITHMS):
-    groups = [group for group in algorithms if group in data.runs]
-    columns = {}
-    for group in groups:
-        column = {env: cell(seeds) for env, seeds in data.scores[group].items()}
-        counts = {value.rpartition(" ")[2] for value in column.values()}
-        if len(counts) == 1:  # say it once, in the title: narrower
-            column = {env: value.rpartition(" ")[0] for env, value in column.items()}
-        columns[" ".join([name(group), *(counts if len(counts) == 1 else ())])] = column
-    envs = sorted({env for column in columns.values() for env in column})
-    random = {env: number(value) for env, value in data.random.items()}
-    published = {env: f"{row['spu']:g}" for env, row in data.published.items()}
-    columns = {"random": random} | columns | {PUBLISHED: published}
+def scores_table(data):
+    """All tasks and algorithms; the best in bold."""
+    groups = [group for group in ALGORITHMS if group in data.runs]
+    scores = data.scores
+    tasks = sorted({task for group in groups for task in scores[group]})
     rows = []
-    for env in envs:
-        cells = [column.get(env, "—") for column in columns.values()]
-        rows.append([env.removesuffix("-v4"), *cells])
-    sentence = "Mean return of the last 100 episodes ± standard error over seeds (their number)."
-    return markdown(["`-v4`", *columns], rows, sentence, data, groups)
-
-
-def comparisons(data):
-    """[(X, Y, improvement in each environment, the paper's in each, its average as text)] of those
-    that have runs."""
-    found = []
-    for x, y, key, average in COMPARISONS:
-        if values := improvement(data.scores.get(x, {}), data.scores.get(y, {}), data.random):
-            paper = {env: row[key] for env, row in data.published.items()} if key else {}
-            same = ""
-            if key and len(values) < 10:
-                same = f"{mean(paper[env] for env in values):+.0f}; of all ten "
-            found.append((x, y, values, paper, f"{same}{average:+d}" if average else "—"))
-    return found
-
-
-def versus(x, y):
-    return f"{name(x).removesuffix(' at 3M steps')} over {name(y)}"
-
-
-def averages_table(data):
-    """The averages over environments beside the paper's."""
-    rows, scores, found = [], data.scores, comparisons(data)
-    for x, y, values, _, average in found:
-        bounds = "—"
-        # One seed has no spread.
-        if min(len(scores[group][env]) for group in (x, y) for env in values) > 1:
-            low_high = improvement_interval(scores[x], scores[y], data.random, values)
-            bounds = " to ".join(percent([v]) for v in low_high)
-        rows.append([versus(x, y), f"**{percent(values.values())}**", bounds, average, len(values)])
-    header = ["", "here", "95 % interval", "the paper, %", "environments"]
-    sentence = (
-        "(X − random) / (Y − random) − 1 of means over seeds, averaged over environments (the "
-        "paper: ten, with 10 seeds). Intervals are bootstrapped over seeds, and too narrow with so "
-        "few."
-    )
-    leads = []
-    for _, y, values, *_ in (row for row in found if row[0] == "spu"):
-        inside = [value for env, value in values.items() if env[:-3] in TUNED]
-        outside = [value for env, value in values.items() if env[:-3] not in TUNED]
-        if inside and outside:
-            leads.append(f"over {name(y)} {percent(inside)} and {percent(outside)}")
-    if leads:
-        sentence += f" Where its constants were tuned ({', '.join(TUNED)}) and elsewhere, SPU is "
-        sentence += f"{', '.join(leads)}."
-    groups = dict.fromkeys(group for x, y, *_ in found for group in (x, y))
-    return markdown(header, rows, sentence, data, groups)
+    for task in tasks:
+        means = {
+            group: mean(scores[group][task].values()) for group in groups if task in scores[group]
+        }
+        best = max(means, key=means.get)
+        cells = []
+        for group in groups:
+            text = cell(scores[group].get(task, {}))
+            cells.append(f"**{text}**" if group == best else text)
+        random = number(data.random[task]) if task in data.random else "—"
+        published = f"{data.published[task]['spu']:g}" if task in data.published else "—"
+        rows.append([task.removesuffix("-v4"), random, *cells, published])
+    if not rows:
+        return markdown([], [], "")
+    sentence = "Mean return of the last 100 episodes ± standard error over seeds; the best in bold."
+    sentence += counts(data, groups)
+    return markdown(["`-v4`", "random", *map(name, groups), PUBLISHED], rows, sentence)
 
 
 def improvement_table(data):
-    """Per environment and on average, each with the paper's percentage in brackets."""
-    columns, averages, counts, found = [], [], [], comparisons(data)
-    for _, _, values, paper, average in found:
-        column = {env: percent([value]) for env, value in values.items()}
-        if paper:
-            column = {env: f"{cell} ({paper[env]:+.0f})" for env, cell in column.items()}
-        columns.append(column)
-        averages.append(f"**{percent(values.values())}** ({average})")
-        counts.append(f"{len(values)} (10)")
-    envs = sorted(set().union(*columns))
-    rows = [[env, *(column.get(env, "—") for column in columns)] for env in envs]
-    rows += [["**average**", *averages], ["environments", *counts]] if found else []
-    sentence = (
-        "(X − random) / (Y − random) − 1 of means over seeds. In brackets the paper's, of 10 "
-        "seeds; its averages are of the same environments where it has them one by one, else of "
-        "all ten."
-    )
-    groups = dict.fromkeys(group for x, y, *_ in found for group in (x, y))
-    return markdown(["", *(versus(x, y) for x, y, *_ in found)], rows, sentence, data, groups)
-
-
-def moved_table(data):
-    """How far an iteration moves the policy, and in how many epochs: which limit was at work."""
+    """The paper's metric, over all tasks, those of the tuning and the others."""
     rows = []
-    for env in sorted(data.moved.get("spu", {})):
-        kl, epochs = np.mean(list(data.moved["spu"][env].values()), axis=0)
-        ppo_kl = "—"
-        if ppo := data.moved.get("ppo", {}).get(env):
-            ppo_kl = f"{np.mean(list(ppo.values()), axis=0)[0]:.4f}"
-        rows.append([env, f"{kl:.4f}", f"{epochs:.1f}", ppo_kl])
-    counts = []
-    for group in ("spu", "ppo"):
-        if group in data.moved:
-            seeds = span(len(seeds) for seeds in data.moved[group].values())
-            counts.append(f"{name(group)}: {seeds}")
-    sentence = (
-        "Mean KL(π_θ‖π_k) after an iteration and mean number of epochs, over the whole run and all "
-        f"seeds that kept it ({', '.join(counts)})."
-    )
-    return markdown(["", "SPU, mean KL", "SPU, epochs", "our PPO, mean KL"], rows, sentence)
-
-
-def ablation_table(data):
-    """Every row on the same runs: environments and seeds that full SPU and all ablations have."""
+    groups = []
     scores = data.scores
-    common = full = scores.get(ABLATION_BASELINE, {})
-    groups = [group for group in PAPER_ABLATION if shared(scores.get(group, {}), full)]
-    for group in groups:
-        common = shared(common, scores[group])
-    rows = []
-    for group in [ABLATION_BASELINE, *groups] if groups else []:
-        part = shared(scores[group], common)
-        over_trpo = percent(improvement(part, scores.get("trpo", {}), data.random).values())
-        title = "full SPU" if group == ABLATION_BASELINE else name(group)
-        paper = f"{PAPER_ABLATION.get(group, 27):+d} %"
-        rows.append([title, *map(cell, part.values()), over_trpo, paper])
-    header = ["", *common, "over TRPO", "the paper, ten environments"]
-    sentence = "Scores ± standard error over seeds (number of seeds), and (X − random) / "
-    sentence += "(TRPO − random) − 1 averaged. All with `--max-epochs 30`, as in the paper."
-    return markdown(header, rows, sentence, data, [ABLATION_BASELINE, *groups, "trpo"])
+    for x, y, key, average in COMPARISONS:
+        values = improvement(scores.get(x, {}), scores.get(y, {}), data.random)
+        if not values:
+            continue
+        groups += [x, y]
+        paper = f"{average:+d} %" if average else "—"
+        if key and len(values) < 10:
+            same = mean(data.published[task][key] for task in values)
+            paper = f"{same:+.0f} % (of all ten {average:+d})"
+        tuned = percent(value for task, value in values.items() if task in TUNING)
+        held_out = percent(value for task, value in values.items() if task not in TUNING)
+        runs, others = shared(scores[x], scores[y]), shared(scores[y], scores[x])
+        parts = [normalised(runs, data), normalised(others, data)]
+        chance = f"{probability_of_improvement(*parts):.2f}"
+        if enough(runs, others):
+            low, high = interval(probability_of_improvement, *parts)
+            chance += f" ({low:.2f} to {high:.2f})"
+        title = f"{name(x)} over {name(y).removesuffix(', 3 million steps')}"
+        row = [title, f"**{percent(values.values())}**", tuned, held_out, paper, chance]
+        rows.append([*row, f"{len(values)}, {span(len(seeds) for seeds in runs.values())}"])
+    header = ["", "all tasks", "tuning tasks", "held-out tasks", "the paper", "P(better)"]
+    sentence = (
+        "(X − random) / (Y − random) − 1 of means over shared seeds, averaged over tasks. "
+        "P(better): how often a run of X beats one of Y in the same task (95 % bootstrap interval "
+        f"from {INTERVAL_SEEDS} seeds on)."
+    )
+    sentence += counts(data, groups) if groups else ""
+    return markdown([*header, "tasks, seeds"], rows, sentence)
 
 
 def iqm_table(data):
-    rows, strata = [], {}
-
-    def normalised(group, seeds):
-        """The runs of each environment, where 0 is the random policy and 1 the published SPU."""
-        for env, part in data.scores[group].items():
-            if env in data.random and env in data.published:
-                zero = data.random[env]
-                one = data.published[env]["spu"]
-                scores = np.array([score for seed, score in part.items() if seed in seeds])
-                yield (scores - zero) / (one - zero)
-
-    for group in (group for group in [*ALGORITHMS, ABLATION_BASELINE] if group in data.runs):
-        parts = strata[group] = list(normalised(group, range(101)))
-        runs, (low, high) = np.concatenate(parts), interval(iqm, parts)
-        bounds = f"{low:.2f} to {high:.2f}"
-        if min(map(len, parts)) == 1:
-            bounds = "—"  # one seed has no spread
-        rows.append([name(group), f"{iqm(runs):.2f}", bounds, len(parts), len(runs)])
-    header = ["", "interquartile mean", "95 % interval", "environments", "runs"]
-    sentence = (
-        "0 is the random policy, 1 the published SPU. No interval where an environment has one "
-        "seed; with two it is far too narrow. Compare only rows with the same environments."
-    )
-    if (spu := strata.get("spu")) and (ppo := strata.get("ppo")):
-        low, high = interval(iqm, spu, minus=ppo)
-        gap = iqm(np.concatenate(spu)) - iqm(np.concatenate(ppo))
-        first_spu, first_ppo = (
-            iqm(np.concatenate(list(normalised(group, (1, 2))))) for group in ("spu", "ppo")
-        )
-        sentence += f" SPU less our PPO: {gap:.2f} ({low:.2f} to {high:.2f}). On seeds 1 and 2 "
-        sentence += f"alone: SPU {first_spu:.2f}, our PPO {first_ppo:.2f}."
-    return markdown(header, rows, sentence, data, [*ALGORITHMS, ABLATION_BASELINE])
-
-
-def steps_to_ppo_table(data):
-    rows, groups = [], [group for group in ALGORITHMS if group in data.runs]
-    for reference in (group for group in ("sb3_ppo", "ppo") if group in data.runs):
-        for env, seeds in data.scores[reference].items():
-            row, score = [], mean(seeds.values())
-            for group in groups:
-                curves = list(data.runs[group].get(env, {}).values())
-                step = steps_to(score, curves) if curves else None
-                row.append(f"{step / 1e6:.2f}" if step else "—" if curves else "")
-            rows.append([f"{env}, {name(reference)}", number(score), *row])
-    sentence = "Million steps until the mean curve first reaches that score (—: not at all; "
-    sentence += "nothing: no runs)."
-    return markdown(["final score of", "", *map(name, groups)], rows, sentence, data, groups)
-
-
-def tuning_table(data, script):
-    """Every setting tried on the tuning seeds, against the default on the same environments, seeds
-    and steps."""
     rows = []
-    tuning = data.tuning[script]
-    envs = sorted({env for part in tuning.values() for env in part})
-    for flags in sorted(tuning, key=lambda flags: ("--total-timesteps" in flags, flags)):
-        part = tuning[flags]
-        scores = []
-        for env in envs:
-            seeds = sorted(part.get(env, {}).items())
-            scores.append(", ".join(number(score) for _, score in seeds) or "—")
-        length = "".join(re.findall(r"--total-timesteps \d+", flags))
-        default = tuning.get(length, {}) if flags != length else {}
-        pairs = shared(part, default)
-        change = percent(improvement(pairs, shared(default, part), data.random).values())
-        change += f" ({sum(map(len, pairs.values()))})" if pairs else ""
-        rows.append([f"`{flags}`" if flags else "**the default**", *scores, change])
-    sentence = (
-        "Mean return of the last 100 episodes, after a million steps if not said otherwise, with "
-        "tuning seeds 101 and 102, in this order (one number: 101). The last column is the "
-        "improvement over the default on the same environments and seeds (number of runs)."
-    )
-    return markdown(["", *envs, "over the default"], rows, sentence)
-
-
-def sensitivity(data):
-    """{group: mean improvement over TRPO} of the random vectors of constants, the worst first."""
     scores = data.scores
+    groups = [group for group in [*ALGORITHMS, "spu_paper"] if group in data.runs]
+    for group in groups:
+        parts = normalised(scores[group], data)
+        bounds = "—"
+        if enough(scores[group]):
+            bounds = " to ".join(f"{x:.2f}" for x in interval(iqm_of, parts))
+        runs = sum(map(len, parts))
+        rows.append([name(group), f"{iqm_of(parts):.2f}", bounds, len(parts), runs])
+    sentence = (
+        f"0 is the random policy, 1 the published SPU. Intervals from {INTERVAL_SEEDS} seeds on."
+    )
+    return markdown(["", "interquartile mean", "95 % interval", "tasks", "runs"], rows, sentence)
+
+
+def ablation_table(data):
+    """Every row on the same runs: tasks and seeds that full SPU and all ablations have."""
+    scores = data.scores
+    full = scores.get("spu", {})
+    groups = [group for group in ABLATIONS if shared(scores.get(group, {}), full)]
+    common = full
+    for group in groups:
+        common = shared(common, scores[group])
+    rows = []
+    for group in ["spu", *groups] if groups and common else []:
+        part = shared(scores[group], common)
+        over_trpo = percent(improvement(part, scores.get("trpo", {}), data.random).values())
+        paper = ABLATIONS.get(group, 27)
+        title = "full SPU" if group == "spu" else name(group)
+        cells = [cell(part[task]) for task in common]
+        rows.append([title, *cells, over_trpo, f"{paper:+d} %" if paper else "—"])
+    header = ["", *(task.removesuffix("-v4") for task in common), "over TRPO", "the paper"]
+    sentence = (
+        "Mean ± standard error, and (X − random) / (TRPO − random) − 1 averaged over these tasks."
+    )
+    if rows:
+        sentence += f" Seeds: {span(len(seeds) for seeds in common.values())}."
+    return markdown(header, rows, sentence)
+
+
+def sensitivity(data, ranges):
+    """{group: mean improvement over TRPO} of the random vectors of constants, the worst first."""
     means = {}
-    for group in scores:
-        if group.startswith(VECTORS):
-            if values := improvement(scores[group], scores.get("trpo", {}), data.random):
+    for group in data.runs:
+        if group.startswith(f"sensitivity_{ranges}_"):
+            trpo = data.scores.get("trpo", {})
+            if values := improvement(data.scores[group], trpo, data.random):
                 means[group] = mean(values.values())
     return {group: means[group] for group in sorted(means, key=means.get)}
 
 
 def sensitivity_table(data):
-    values, rows = sensitivity(data), []
-    envs = sorted({env for group in values for env in data.runs[group]})
-    for group, value in values.items():
-        scores = [cell(data.scores[group].get(env, {})) for env in envs]
-        rows.append([f"`{data.options[group]}`", *scores, percent([value])])
-    if not rows:
-        return markdown([], [], "")
-    x = list(values.values())
-    curves = [curve for group in values for curve in curves_of(data, group)]
-    quarter = percent([x[len(x) // 4]])
-    half = percent([x[len(x) // 2]])
-    sentence = (
-        f"{sum(v > 0 for v in x)} of {len(x)} beat TRPO; 75 % reach at least {quarter}, 50 % at "
-        f"least {half}. In the paper all of 100 do, 75 % by +18 %, 50 % by +21 %. Number "
-        f"of seeds in brackets. Steps: {span(curve[-1, 0] for curve in curves)}."
-    )
-    return markdown(["options", *envs, "over TRPO"], rows, sentence)
+    rows = []
+    for ranges, title in (("paper", "the paper's"), ("default", "around our default")):
+        if x := list(sensitivity(data, ranges).values()):
+            better = f"{sum(value > 0 for value in x)} of {len(x)}"
+            quarter, half = percent([x[len(x) // 4]]), percent([x[len(x) // 2]])
+            rows.append([title, better, percent(x[:1]), quarter, half, percent(x[-1:])])
+    if rows:
+        rows.append(["in the paper (10 tasks)", "100 of 100", "—", "+18 %", "+21 %", "—"])
+    header = ["ranges", "better than TRPO", "worst", "75 % reach", "50 % reach", "best"]
+    sentence = "Random vectors of δ, ε, λ and epochs, in Hopper and Walker2d, one seed each: their "
+    sentence += "improvement over TRPO."
+    return markdown(header, rows, sentence)
 
 
 def speed_table(data):
@@ -559,39 +437,86 @@ def speed_table(data):
     return markdown(header, table, note)
 
 
-def atari_table(data):
-    """A row per run: the games' scores as training goes on, and its options."""
+# ---- Tables: Atari
+
+
+def first_reached(curve, threshold):
+    """The first step after which the mean of the last 100 games is this high, or None."""
+    steps = curve[curve[:, 1] >= threshold, 0]
+    return int(steps[0]) if len(steps) else None
+
+
+def pong_table(data):
+    """A row per run, one algorithm's seed beside the other's."""
     rows = []
-    groups = [group for group in data.runs if "atari" in group]
-    for group in sorted(groups, key=lambda group: (group not in ATARI, group)):
-        options = re.sub(r" ?--total-timesteps \d+", "", data.options[group])
-        title = ATARI[group][0] if group in ATARI else f"SPU `{options}`"
-        for env, seeds in data.runs[group].items():
-            for seed, curve in seeds.items():
-                steps, scores = curve.T
-                points = np.searchsorted(steps, np.arange(1, 5) / 4 * steps[-1])
-                shown = [number(score) for score in (scores[0], *scores[points])]
-                rows.append([env, title, seed, f"{steps[-1]:,.0f}", *shown])
-    header = ["", "algorithm", "seed", "steps", "first games", "after ¼", "½", "¾", "at the end"]
-    sentence = "Mean score of the last 100 games of a single run each, true and over all lives."
-    return markdown(header, sorted(rows, key=lambda row: row[0] != "Pong"), sentence)
+    runs = {who: data.runs.get(f"pong_{who}", {}).get("Pong", {}) for who in ("spu", "ppo")}
+    for seed in sorted({seed for seeds in runs.values() for seed in seeds}):
+        for who, title in (("spu", "SPU"), ("ppo", "PPO")):
+            if seed in runs[who]:
+                curve = runs[who][seed]
+                reached = [first_reached(curve, threshold) for threshold in (0, 18)]
+                reached = [f"{step:,}" if step else "—" for step in reached]
+                rows.append([seed, title, *reached, number(curve[-1, 1]), f"{curve[-1, 0]:,.0f}"])
+    header = ["seed", "", "0 reached after", "18 reached after", "at the end", "steps"]
+    return markdown(header, rows, "Pong: mean score of the last 100 games of training.")
+
+
+def without_table(data):
+    """Pong without one of four changes, beside the run that has them all, after as many steps."""
+    rows = []
+    groups = {f"pong_without_{key}": title for key, title in WITHOUT.items()}
+    runs = {}
+    for group, title in groups.items():
+        for curve in data.runs.get(group, {}).get("Pong", {}).values():
+            runs[title] = curve
+    if runs and (full := data.runs.get("pong_spu", {}).get("Pong", {}).get(1)) is not None:
+        last = max(curve[-1, 0] for curve in runs.values())
+        runs = {"nothing: the default": full[full[:, 0] <= last]} | runs
+    for title, curve in runs.items():
+        step = first_reached(curve, 18)
+        reached = f"{step:,}" if step else "—"
+        rows.append([title, number(curve[-1, 1]), reached, f"{curve[-1, 0]:,.0f}"])
+    header = ["without", "at the end", "18 reached after", "steps"]
+    return markdown(header, rows, "Pong, seed 1: mean score of the last 100 games of training.")
+
+
+def games_table(data):
+    """A row per game: the mean of its seeds, and the paper's metric."""
+    scores = {}
+    for who, groups in GAMES.items():
+        scores[who] = {}
+        for group in groups:
+            scores[who] |= data.scores.get(group, {})
+    values = improvement(scores["spu"], scores["ppo"], data.random)
+    both = shared(scores["spu"], scores["ppo"])
+    rows = []
+    for game in both:
+        spu, ppo = (cell(shared(scores[who], both)[game]) for who in ("spu", "ppo"))
+        steps = max(curve[-1, 0] for group in GAMES["spu"]
+                    for curve in data.runs.get(group, {}).get(game, {}).values())  # fmt: skip
+        better = percent([values[game]]) if game in values else "—"
+        random = number(data.random[game]) if game in data.random else "—"
+        rows.append([game, random, ppo, spu, better, len(both[game]), f"{steps:,.0f}"])
+    header = ["", "random", "PPO", "SPU", "SPU over PPO", "seeds", "steps"]
+    sentence = "Mean score of the last 100 games of training, on shared seeds."
+    if values:
+        sentence += (
+            f" On average {percent(values.values())}; the paper has +55 %, over 60 games of 10 "
+            "million steps and 20 seeds."
+        )
+    return markdown(header, rows, sentence)
 
 
 TABLES = {
-    "front": lambda data: scores_table(data, ["trpo", "ppo", "spu"]),
     "scores": scores_table,
-    "averages": averages_table,
     "improvement": improvement_table,
-    "moved": moved_table,
-    "ablation": ablation_table,
     "iqm": iqm_table,
-    "steps_to_ppo": steps_to_ppo_table,
+    "ablation": ablation_table,
     "sensitivity": sensitivity_table,
     "speed": speed_table,
-    "atari": atari_table,
-    "details": lambda data: tuning_table(data, "spu_continuous"),
-    "linf": lambda data: tuning_table(data, "spu_linf"),
-    "reverse_kl": lambda data: tuning_table(data, "spu_reverse_kl"),
+    "pong": pong_table,
+    "without": without_table,
+    "games": games_table,
 }
 
 
@@ -614,63 +539,125 @@ def fill(text, tables):
 # ---- Pictures
 
 
-def draw_curves(data, envs, path, algorithms=ALGORITHMS):
-    """A panel per environment: mean over seeds, a 95 % bootstrap interval, and SPU's published
-    score."""
-    columns = min(len(envs), 4)
-    rows = -(-len(envs) // columns)
-    full = rows * columns == len(envs)  # no place left for the legend, so it goes below
-    size = (2.9 * columns, 2.3 * rows + 0.6 * full)
+def panels(count, columns=4, width=2.9, height=2.3):
+    """A figure with so many panels, and their axes in order; the others are hidden."""
+    columns = min(count, columns)
+    rows = -(-count // columns)
+    size = (width * columns, height * rows + 0.5)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    handles = {}
-    for index, (axis, env) in enumerate(zip(axes.flat, envs)):
-        for order, (group, (title, color)) in enumerate(algorithms.items()):
-            if curves := list(data.runs.get(group, {}).get(env, {}).values()):
-                steps, returns = align(curves)
-                front = 20 if title == "SPU" else 3 + order
-                line = {"color": color, "lw": 2 if title == "SPU" else 1.4, "zorder": front}
-                handles[title] = axis.plot(steps / 1e6, returns.mean(0), **line)[0]
-                if len(curves) > 1:
-                    low, high = interval(lambda draws: draws.mean(1), [returns])
-                    shade = {"color": color, "alpha": 0.15, "lw": 0, "zorder": front - 1}
-                    axis.fill_between(steps / 1e6, low, high, **shade)
-        if env in data.published:
-            line = axis.axhline(data.published[env]["spu"], color="0.25", lw=1.2, ls=":", zorder=2)
-            handles[PUBLISHED] = line
-        axis.set_title(env, fontsize=10)
-        axis.set_xlabel("million steps" if index + columns >= len(envs) else "", fontsize=9)
-        axis.yaxis.set_major_formatter(
-            lambda y, _: f"{y / 1000:g}k" if abs(y) >= 10_000 else f"{y:g}"
-        )
-        axis.set_xlim(left=0)
+    for axis in axes.flat:
         axis.tick_params(labelsize=8, length=2)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="0.93")
-    for axis in axes.flat[len(envs) :]:
+    for axis in axes.flat[count:]:
         axis.axis("off")
-    titles = [*(title for title, _ in algorithms.values()), PUBLISHED]
-    titles = [title for title in titles if title in handles]
-    legend = {"handles": [handles[title] for title in titles], "labels": titles}
-    legend |= {"frameon": False, "fontsize": 9}
-    if full:
-        columns = len(titles) if len(titles) < 6 else 4
-        figure.legend(loc="outside lower center", ncols=columns, **legend)
-    else:
-        axes.flat[-1].legend(loc="center right", **legend)
+    return figure, axes.flat[:count]
+
+
+def thousands(axis):
+    axis.yaxis.set_major_formatter(lambda y, _: f"{y / 1000:g}k" if abs(y) >= 10_000 else f"{y:g}")
+
+
+def draw_curves(data, path, series, published=True):
+    """A panel per task. series: {name: (colour, [groups])}. Up to 4 seeds are thin lines, more are
+    a 95 % bootstrap interval."""
+    tasks = {}
+    for title, (_, groups) in series.items():
+        for group in groups:
+            for task, seeds in data.runs.get(group, {}).items():
+                tasks.setdefault(task, {})[title] = list(seeds.values())
+    if not tasks:
+        return
+    figure, axes = panels(len(tasks))
+    handles = {}
+    for axis, task in zip(axes, sorted(tasks)):
+        for order, (title, (color, _)) in enumerate(series.items(), start=3):
+            curves = tasks[task].get(title)
+            if not curves:
+                continue
+            steps, returns = align(curves)
+            (line,) = axis.plot(
+                steps / 1e6, returns.mean(0), color=color, lw=1.8, zorder=order + 10
+            )
+            handles[title] = line
+            if len(curves) >= INTERVAL_SEEDS:
+                low, high = interval(lambda parts: parts[0].mean(1), [returns])
+                axis.fill_between(steps / 1e6, low, high, color=color, alpha=0.15, lw=0)
+            elif len(curves) > 1:
+                axis.plot(steps / 1e6, returns.T, color=color, lw=0.6, alpha=0.6, zorder=order)
+        if published and task in data.published:
+            level = data.published[task]["spu"]
+            handles["SPU as published"] = axis.axhline(level, color="0.25", lw=1.2, ls=":")
+        axis.set_title(task.removesuffix("-v4"), fontsize=10)
+        axis.set_xlim(left=0)
+        thousands(axis)
+    figure.supxlabel("million steps", fontsize=9)
     figure.supylabel("return of the last 100 episodes", fontsize=9)
+    place = {"loc": "outside lower center", "ncols": 5, "frameon": False, "fontsize": 9}
+    figure.legend(handles.values(), handles.keys(), **place)
+    save(figure, path)
+
+
+def draw_dots(data, path):
+    """SPU over PPO, a dot per seed, each against the mean of PPO's."""
+    spu, ppo = data.scores.get("spu", {}), data.scores.get("ppo", {})
+    tasks = [task for task in shared(spu, ppo) if task in data.random]
+    if not tasks:
+        return
+    figure, (axis,) = panels(1, width=7, height=3.2)
+    for place, task in enumerate(reversed(tasks)):
+        runs = shared(spu, ppo)[task]
+        base = mean(shared(ppo, spu)[task].values()) - data.random[task]
+        dots = [100 * ((score - data.random[task]) / base - 1) for score in runs.values()]
+        color = ALGORITHMS["spu"][1]
+        axis.plot(dots, [place] * len(dots), "o", color=color, alpha=0.5, ms=6, mew=0)
+        axis.plot([mean(dots)] * 2, [place - 0.3, place + 0.3], color=color, lw=2)
+    axis.set_yticks(range(len(tasks)), [task.removesuffix("-v4") for task in reversed(tasks)])
+    axis.axvline(0, color="0.5", lw=1)
+    axis.set_xscale("symlog", linthresh=100)
+    axis.xaxis.set_major_formatter(lambda x, _: f"{x:+.0f} %")
+    axis.set_xlabel("a seed of SPU over the mean of PPO", fontsize=9)
+    save(figure, path)
+
+
+def draw_kl(data, path, tasks=("Humanoid-v4", "Hopper-v4"), delta=0.02):
+    """The mean KL of each iteration, SPU against PPO, with delta as a line."""
+    groups = {group: ALGORITHMS[group] for group in ("ppo", "spu")}
+    tasks = [task for task in tasks if all(task in data.runs.get(group, {}) for group in groups)]
+    if not tasks:
+        return
+    figure, axes = panels(len(tasks), width=3.6, height=2.6)
+    for axis, task in zip(axes, tasks):
+        for group, (title, color) in groups.items():
+            steps, kls = align(list(data.runs[group][task].values()), column=2)
+            axis.plot(steps / 1e6, kls.T, color=color, lw=0.4, alpha=0.25)
+            size = min(15, len(steps))  # a running mean
+            smooth = np.convolve(kls.mean(0), np.ones(size) / size, "valid")
+            centre = steps[size // 2 :][: len(smooth)]
+            axis.plot(centre / 1e6, smooth, color=color, lw=1.8, label=title)
+        axis.axhline(delta, color="0.25", lw=1.2, ls=":", label="δ")
+        axis.set(yscale="log", ylim=(1e-3, 1), title=task.removesuffix("-v4"))
+        axis.set_xlabel("million steps", fontsize=9)
+    axes[0].set_ylabel("mean KL of an iteration, nats", fontsize=9)
+    axes[0].legend(frameon=False, fontsize=9)
     save(figure, path)
 
 
 def draw_sensitivity(data, path):
-    """The share of the hyper-parameter vectors whose improvement over TRPO is at most x."""
-    x = 100 * np.array(list(sensitivity(data).values()))
-    figure, axis = plt.subplots(figsize=(4.6, 3.2), layout="constrained")
-    axis.ecdf(x, color=ALGORITHMS["spu"][1], lw=2, label=f"here, {len(x)} vectors")
+    """The share of the vectors whose improvement over TRPO is at most x."""
+    found = {ranges: sensitivity(data, ranges) for ranges in ("paper", "default")}
+    if not any(found.values()):
+        return
+    figure, (axis,) = panels(1, width=4.6, height=2.8)
+    for (ranges, values), color in zip(found.items(), ("#6db3e0", ALGORITHMS["spu"][1])):
+        if values:
+            title = {"paper": "the paper's ranges", "default": "around our default"}[ranges]
+            x = 100 * np.array(list(values.values()))
+            axis.ecdf(x, color=color, lw=2, label=f"{title}, {len(x)} vectors")
     axis.plot([18, 21], [0.25, 0.5], "o", color="0.25", label="the paper, 100 vectors")
     axis.axvline(0, color="0.7", lw=1, zorder=0)
     axis.set(xlabel="improvement over TRPO, %", ylabel="share of the vectors", ylim=(0, 1.02))
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=9)
+    axis.legend(frameon=False, fontsize=8)
     save(figure, path)
 
 
@@ -681,6 +668,23 @@ def save(figure, path):
     Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
     plt.close(figure)
     print(f"wrote {path.name}")
+
+
+def draw_all(data, folder):
+    lines = {title: (color, [group]) for group, (title, color) in ALGORITHMS.items()}
+    main = {title: lines[title] for title in ("TRPO", "PPO", "PPO, target KL", "SPU")}
+    variants = {title: lines[title] for title in ("SPU", "L-infinity SPU", "reverse-KL SPU")}
+    draw_curves(data, folder / "learning_curves.png", main)
+    if {"linf", "reverse_kl"} & data.runs.keys():
+        draw_curves(data, folder / "learning_curves_variants.png", variants)
+    atari = {
+        "PPO": (ALGORITHMS["ppo"][1], GAMES["ppo"]),
+        "SPU": (ALGORITHMS["spu"][1], GAMES["spu"]),
+    }
+    draw_curves(data, folder / "learning_curves_atari.png", atari, published=False)
+    draw_dots(data, folder / "improvement.png")
+    draw_kl(data, folder / "kl.png")
+    draw_sensitivity(data, folder / "sensitivity.png")
 
 
 def refuse(sentence, code=2):
@@ -710,17 +714,7 @@ def main():
     if args.check:
         return
     print("\n\n".join(f"## {title}\n\n{table}" for title, table in tables.items()))
-    envs = {env for group in ALGORITHMS for env in data.runs.get(group, {})}
-    pictures = args.output / "benchmark/results"
-    if envs:
-        draw_curves(data, sorted(envs), pictures / "learning_curves.png")
-    if small := [env for env in SMALL if env in envs]:
-        front = {group: ALGORITHMS[group] for group in FRONT}
-        draw_curves(data, small, pictures / "learning_curves_small.png", front)
-    if games := sorted({env for group in ATARI for env in data.runs.get(group, {})}):
-        draw_curves(data, games, pictures / "learning_curves_atari.png", ATARI)
-    if sensitivity(data):
-        draw_sensitivity(data, pictures / "sensitivity.png")
+    draw_all(data, args.output / "benchmark" / "pictures")
 
 
 if __name__ == "__main__":

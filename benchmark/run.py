@@ -37,6 +37,9 @@ Ant HalfCheetah Hopper Humanoid HumanoidStandup InvertedDoublePendulum InvertedP
 Swimmer Walker2d
 """
 MUJOCO = [f"{name}-v4" for name in MUJOCO.split()]
+# Their actions are from -1 to 1, so that the libraries act in the same units as the scripts.
+OTHER_UNITS = ["Humanoid-v4", "HumanoidStandup-v4", "InvertedPendulum-v4"]
+WITHIN_1 = [task for task in MUJOCO if task not in OTHER_UNITS]
 TWO = ["Hopper-v4", "Walker2d-v4"]
 LONG = ["HalfCheetah-v4", "Walker2d-v4"]
 TUNING = ["HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Humanoid-v4", "Reacher-v4"]
@@ -72,6 +75,8 @@ PLAN = {
     "reported/joint_stopping": ("spu_continuous", TUNING, SEEDS[:3], "--joint-stopping"),
     "reported/spu_3m": ("spu_continuous", LONG, SEEDS[:2], MILLIONS.format(3)),
     "reported/trpo_3m": ("benchmark/trpo_continuous", LONG, SEEDS[:2], MILLIONS.format(3)),
+    "reported/sb3_ppo": ("benchmark/peers", WITHIN_1, SEEDS[:2], "--algorithm ppo"),
+    "reported/sb3_trpo": ("benchmark/peers", WITHIN_1, SEEDS[:2], "--algorithm trpo"),
     "reported/pong_spu": ("spu_atari", ["Pong"], SEEDS[:3], MILLIONS.format(1)),
     "reported/pong_ppo": ("benchmark/ppo_atari", ["Pong"], SEEDS[:3], MILLIONS.format(1)),
     "reported/breakout_spu": ("spu_atari", ["Breakout"], SEEDS[:1], MILLIONS.format(2)),

@@ -1,6 +1,6 @@
 """How the three constraints reshape one policy in one state, at equal constraint size: a picture.
 
-    python benchmark/targets.py        # writes benchmark/results/targets.png
+    python benchmark/targets.py        # writes benchmark/pictures/targets.png
 
 The policy is a standard Gaussian over one action and the advantage a smooth function of that
 action, with mean 0 and variance 1 under the policy. The targets are solved by the scripts' own
@@ -87,7 +87,7 @@ def main():
     right.set_title("what they make of the same policy")
     right.legend(frameon=False, fontsize=9)
     left.legend(frameon=False, fontsize=9)
-    path = ROOT / "benchmark" / "results" / "targets.png"
+    path = ROOT / "benchmark" / "pictures" / "targets.png"
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=130)
     print(f"wrote {path.relative_to(ROOT)}")
