@@ -570,7 +570,7 @@ def draw_curves(data, path, series, published=True):
         return
     figure, axes = panels(len(tasks))
     handles = {}
-    for axis, task in zip(axes, sorted(tasks)):
+    for index, (axis, task) in enumerate(zip(axes, sorted(tasks))):
         for order, (title, (color, _)) in enumerate(series.items(), start=3):
             curves = tasks[task].get(title)
             if not curves:
@@ -590,8 +590,8 @@ def draw_curves(data, path, series, published=True):
             handles["SPU as published"] = axis.axhline(level, color="0.25", lw=1.2, ls=":")
         axis.set_title(task.removesuffix("-v4"), fontsize=10)
         axis.set_xlim(left=0)
+        axis.set_xlabel("million steps" if index + 4 >= len(tasks) else "", fontsize=9)
         thousands(axis)
-    figure.supxlabel("million steps", fontsize=9)
     figure.supylabel("return of the last 100 episodes", fontsize=9)
     place = {"loc": "outside lower center", "ncols": 5, "frameon": False, "fontsize": 9}
     figure.legend(handles.values(), handles.keys(), **place)
@@ -614,7 +614,11 @@ def draw_dots(data, path):
         axis.plot([mean(dots)] * 2, [place - 0.3, place + 0.3], color=color, lw=2)
     axis.set_yticks(range(len(tasks)), [task.removesuffix("-v4") for task in reversed(tasks)])
     axis.axvline(0, color="0.5", lw=1)
+    low, high = axis.get_xlim()
     axis.set_xscale("symlog", linthresh=100)
+    ticks = [-100, -50, 0, 50, 100, 300, 1000, 3000]
+    axis.set_xticks([tick for tick in ticks if low <= tick <= high], minor=False)
+    axis.set_xticks([], minor=True)
     axis.xaxis.set_major_formatter(lambda x, _: f"{x:+.0f} %")
     axis.set_xlabel("a seed of SPU over the mean of PPO", fontsize=9)
     save(figure, path)
