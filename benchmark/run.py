@@ -125,6 +125,10 @@ SETTINGS = {
 for (name, script, flags), settings in SETTINGS.items():
     for number, constants in enumerate(settings, start=1):
         PLAN[f"tuning/{name}_{number}"] = (script, TUNING, [101], flags.format(*constants))
+# L-infinity without and with a brake, on two tasks.
+BRAKE = ["Reacher-v4", "Hopper-v4"]
+PLAN["tuning/linf_1"] = ("spu_linf", BRAKE, [101, 102], "--max-kl inf")
+PLAN["tuning/linf_2"] = ("spu_linf", BRAKE, [101, 102], "--max-kl 0.05")
 # The paper's sensitivity analysis: 12 random vectors from its ranges, and 12 from ranges around our
 # default that are as wide in proportion.
 RANGES = {
