@@ -1,11 +1,15 @@
 """How the three constraints reshape one policy in one state, at equal constraint size: a picture.
+And how a network's policy sets out towards the target of the forward KL: an animation.
 
-    python benchmark/targets.py        # writes benchmark/pictures/targets.png
+    python benchmark/targets.py        # writes targets.png and fit.gif into benchmark/pictures/
 
 The policy is a standard Gaussian over one action and the advantage a smooth function of that
 action, with mean 0 and variance 1 under the policy. The targets are solved by the scripts' own
 functions. Their constraints measure different things, so they are made equal to second order, where
 KL(pi || pi_k) = KL(pi_k || pi) = E[(ratio - 1)^2] / 2.
+
+In the animation a Gaussian is fitted, with the script's own loss and a batch of 4096 actions, to
+the target of lambda 1, which is no Gaussian and lies beyond the trust region: delta ends the fit.
 """
 
 import sys
@@ -16,9 +20,12 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+import torch
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import spu_continuous  # noqa: E402
 import spu_linf  # noqa: E402
 import spu_reverse_kl  # noqa: E402
 
@@ -64,6 +71,58 @@ def targets(pi_k, advantages, size=SIZE, epsilon=EPSILON):
     return ratios, lam_prime
 
 
+def fit(delta=SIZE, lam=1.0, step_size=0.02):
+    """(mean, standard deviation, KL) of the Gaussian after each epoch, until its KL exceeds delta:
+    one state, and all of the batch in each step."""
+    grid, _, advantages = policy_and_advantage()
+    taken = torch.randn(4096, 1, generator=torch.Generator().manual_seed(0))
+    batch_advantages = torch.tensor(np.interp(taken[:, 0], grid, advantages)).float()
+    old = (torch.zeros(1), torch.zeros(1))
+    mean, log_std = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    optimizer = torch.optim.Adam([mean, log_std], step_size)
+    path = [(0.0, 1.0, 0.0)]
+    while path[-1][2] <= delta:
+        log_ratio = spu_continuous.gaussian_log_prob(taken, mean, log_std)
+        log_ratio = log_ratio - spu_continuous.gaussian_log_prob(taken, *old)
+        kl = spu_continuous.gaussian_kl(mean, log_std, *old)
+        loss = spu_continuous.spu_loss(kl, log_ratio.exp(), batch_advantages, lam, torch.inf)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        kl = spu_continuous.gaussian_kl(mean, log_std, *old)
+        path.append((mean.item(), log_std.exp().item(), kl.item()))
+    return path
+
+
+def animate(path, delta=SIZE, lam=1.0):
+    actions, pi_k, advantages = policy_and_advantage()
+    width = actions[1] - actions[0]
+    target = pi_k * np.exp(advantages / lam)
+    target /= target.sum()
+    frames = []
+    epochs = fit(delta, lam)
+    for epoch, (mean, std, kl) in enumerate(epochs):
+        figure, axis = plt.subplots(figsize=(5.4, 3.2), constrained_layout=True)
+        density = np.exp(-(((actions - mean) / std) ** 2) / 2) / std / np.sqrt(2 * np.pi)
+        axis.fill_between(actions, target / width, color=COLORS["forward KL"], alpha=0.2, lw=0)
+        axis.plot(actions, target / width, color=COLORS["forward KL"], lw=1.5, label="target π*")
+        axis.plot(actions, pi_k / width, color="0.3", lw=1.5, ls="--", label="π$_k$, which acted")
+        axis.plot(actions, density, color="#e0962b", lw=2.5, label="π$_θ$, which is fitted")
+        state = "stop" if epoch == len(epochs) - 1 else "go on"
+        axis.set_title(
+            f"epoch {epoch}: KL {kl:.3f} of δ = {delta}, {state}", fontsize=10, loc="left"
+        )
+        axis.set(xlabel="action", xlim=(-3, 3), ylim=(0, 0.85), yticks=[])
+        axis.spines[["top", "right", "left"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=9, loc="upper left")
+        figure.canvas.draw()
+        frames.append(Image.fromarray(np.array(figure.canvas.buffer_rgba())[..., :3]).quantize(32))
+        plt.close(figure)
+    times = [900] + [160] * (len(frames) - 2) + [3000]
+    options = {"duration": times, "loop": 0, "optimize": True}
+    frames[0].save(path, save_all=True, append_images=frames[1:], **options)
+
+
 def main():
     actions, pi_k, advantages = policy_and_advantage()
     ratios, lam_prime = targets(pi_k, advantages)
@@ -90,7 +149,8 @@ def main():
     path = ROOT / "benchmark" / "pictures" / "targets.png"
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=130)
-    print(f"wrote {path.relative_to(ROOT)}")
+    animate(path.with_name("fit.gif"))
+    print(f"wrote {path.relative_to(ROOT)} and fit.gif")
 
 
 if __name__ == "__main__":

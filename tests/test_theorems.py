@@ -14,6 +14,7 @@ import torch
 import spu_continuous
 import spu_linf
 import spu_reverse_kl
+from benchmark import targets
 
 SEEDS = range(8)
 
@@ -514,3 +515,18 @@ def test_an_l_infinity_step_improves_a_small_mdp_but_may_leave_its_box():
         outside.append((pi / mdp.pi_k - 1).abs().max().item() - epsilon)
     print([round(x, 3) for x in outside])
     assert 0.02 < max(outside) < 0.2, outside  # by up to this much at epsilon 0.2
+
+
+def test_the_animated_fit_nears_the_target_until_delta_ends_it():
+    """Its KL to the target is computed on a grid, without the loss that was fitted."""
+    actions, pi_k, advantages = targets.policy_and_advantage()
+    target = pi_k * np.exp(advantages)
+    target /= target.sum()
+    path = targets.fit(delta=0.1)
+    assert all(kl <= 0.1 for *_, kl in path[:-1]) and 0.1 < path[-1][2] < 0.12
+    distances = []
+    for mean, std, _ in path:
+        pi = np.exp(-(((actions - mean) / std) ** 2) / 2)
+        pi /= pi.sum()
+        distances.append(pi @ np.log(pi / target))
+    assert (np.diff(distances) < 0).all() and distances[-1] < 0.6 * distances[0]
