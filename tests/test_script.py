@@ -486,3 +486,11 @@ def test_it_learns(tmp_path):
         returns[:20],
         returns[-20:],
     )
+
+
+def test_a_task_of_the_newer_version_is_trained_on(tmp_path):
+    """-v5 sees more of Ant than -v4: 105 numbers instead of 27."""
+    options = ["--num-steps", 512, "--total-timesteps", 1024, "--max-epochs", 2, *QUICK]
+    said = run("spu_continuous", "--env-id", "Ant-v5", *options, cwd=tmp_path).stdout
+    assert "Ant-v5: return" in said
+    assert agent_of(run_dir(tmp_path))["obs_moments"].shape == (3, 105)
