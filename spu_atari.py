@@ -25,9 +25,10 @@ the network to that. Let pi_k be the policy that collected the batch.
    never needed. For the constraints there are two rules: a state whose KL has passed epsilon
    drops out of the loss (eq. 18, `spu_loss`); when the mean KL has passed delta, the epochs end.
 
-Why KL(new || old)? It is large where the new policy does what pi_k would hardly do, and of such
-actions the batch knows nothing. And in this direction the fit splits as above, into a KL that is
-known exactly, a sum over the actions, and a mean over the actions that were taken.
+Why KL(new || old), in the paper's words the forward KL? It is large where the new policy does what
+pi_k would hardly do, and of such actions the batch knows nothing. And in this direction the fit
+splits as above, into a KL that is known exactly, a sum over the actions, and a mean over those
+that were taken.
 
 Unlike in spu_continuous.py, policy and value function share a trunk: they have one loss, and their
 epochs end together. Ours, not the paper's, besides some constants: pixels are standardised, and the
@@ -320,7 +321,7 @@ def train(args, games, agent, optimizer, iterations_done, run_dir, writer):
         if not args.adapt_lr:
             adam["lr"] = args.learning_rate * (1 - iteration / num_iterations)
 
-        # Lines 2 and 3: sample with pi_k, estimate advantages.
+        # Algorithm 1, lines 2 and 3: sample with pi_k, estimate advantages.
         batch, episodes = collect(games, agent, args, iteration * batch_size)
         data = estimate(agent, batch, games.obs, args)
 
@@ -631,6 +632,7 @@ def main():
         games = Games(args, num_envs)
         train(args, games, agent, optimizer, iterations_done, run_dir, writer)
         if RANK == 0:
+            go_on = f"The run is done; to play it: --evaluate {run_dir}/agent.pt"
             returns = evaluate(agent, args, video)
             writer.add_scalar("eval/episodic_return", np.mean(returns), args.total_timesteps)
             writer.close()

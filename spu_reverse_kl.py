@@ -177,7 +177,7 @@ class Network(nn.Module):
         params["w3"] *= head_norm
         self.shapes = {name: tuple(p.shape) for name, p in params.items()}
         vector = torch.cat([p.flatten() for p in params.values()])
-        self.vector = nn.Parameter(vector, requires_grad=False)  # torch.func.grad does without
+        self.vector = nn.Parameter(vector, requires_grad=False)  # gradients are torch.func.grad's
         self.register_buffer("m", torch.zeros_like(vector))
         self.register_buffer("v", torch.zeros_like(vector))
         self.register_buffer("steps_done", torch.zeros(()))
@@ -228,14 +228,15 @@ class Agent(nn.Module):
         return ((obs - mean) / std).clip(-5, 5).astype(np.float32)
 
     def values(self, inputs):
-        """In units of the rewards. The network's own are standardised, so rewards may have any."""
+        """In units of the rewards, which may be any: the network's own values are standardised."""
         mean, std, _ = self.value_moments.numpy()
         return self.value.outputs(inputs)[:, 0] * std + mean
 
 
 class Actor:
     """The policy as it stands, in numpy: on a single observation a call of torch costs more than
-    its arithmetic. An action takes 7 microseconds, in torch 30."""
+    its arithmetic. An action takes 7 microseconds, in torch 30. Parameters share torch's memory,
+    moments do not: each batch has an Actor of its own."""
 
     def __init__(self, agent, action_space):
         self.space = action_space
@@ -342,6 +343,7 @@ def gradient_step(loss, network, learning_rate, data, rows, args):
     network.vector.sub_(learning_rate * m / (1 - 0.9**steps) / size)
 
 
+# Two functions, because torch.compile keeps what it has compiled by function.
 def policy_step(*inputs):
     gradient_step(policy_loss, *inputs)
 
@@ -385,7 +387,7 @@ def train(args, env, agent, iterations_done, run_dir, writer):
         if args.anneal_lr:
             learning_rate *= 1 - iteration / num_iterations
 
-        # Lines 2 and 3: sample with pi_k, estimate advantages.
+        # Algorithm 1, lines 2 and 3: sample with pi_k, estimate advantages.
         batch, obs = collect(env, agent, args, obs, iteration * args.num_steps, writer)
         data = estimate(agent, batch, args)
 
@@ -460,7 +462,7 @@ def compile_steps(agent):
     try:
         torch.compile(torch.square, options=options)(torch.zeros(8))
     except Exception as error:
-        print(f"It does not compile here, so training is slower: {str(error).splitlines()[0]}")
+        print(f"It does not compile here, so training is slower: {error!r:.200}")
         return
     agent.policy.step = torch.compile(policy_step, fullgraph=True, options=options)
     agent.value.step = torch.compile(value_step, fullgraph=True, options=options)
@@ -490,8 +492,9 @@ def evaluate(agent, args, folder):
 
 
 def save(run_dir, args, agent, iterations_done):
-    """After every iteration, all but the environment's state: a resumed run begins an episode, and
-    where the unbroken one did too, they are the same to the bit."""
+    """At the start and after every iteration: options, networks with Adam's moments, normalisers,
+    random generator. Not the environment's state: a resumed run begins an episode, and where the
+    unbroken one did too, they are the same to the bit."""
     if not all(x.isfinite().all() for x in agent.state_dict().values()):
         raise FloatingPointError("NaN or infinite agent: start anew, lower --learning-rate.")
     saved = {
@@ -613,6 +616,7 @@ def main():
             compile_steps(agent)
         writer = SummaryWriter(run_dir, purge_step=iterations_done * args.num_steps + 1)
         train(args, env, agent, iterations_done, run_dir, writer)
+        go_on = f"The run is done; to play it: --evaluate {run_dir}/agent.pt"
         returns = evaluate(agent, args, video)
         writer.add_scalar("eval/episodic_return", np.mean(returns), args.total_timesteps)
         writer.close()

@@ -284,7 +284,7 @@ def train(args, games, agent, optimizer, iterations_done, run_dir, writer):
         if not args.adapt_lr:
             adam["lr"] = args.learning_rate * (1 - iteration / num_iterations)
 
-        # Lines 2 and 3: sample with pi_k, estimate advantages.
+        # Algorithm 1, lines 2 and 3: sample with pi_k, estimate advantages.
         batch, episodes = collect(games, agent, args, iteration * batch_size)
         data = estimate(agent, batch, games.obs, args)
 
@@ -595,6 +595,7 @@ def main():
         games = Games(args, num_envs)
         train(args, games, agent, optimizer, iterations_done, run_dir, writer)
         if RANK == 0:
+            go_on = f"The run is done; to play it: --evaluate {run_dir}/agent.pt"
             returns = evaluate(agent, args, video)
             writer.add_scalar("eval/episodic_return", np.mean(returns), args.total_timesteps)
             writer.close()
