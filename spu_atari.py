@@ -125,16 +125,13 @@ def spu_loss(kl, ratio, advantages, lam, epsilon, kl_term=True):
 
 
 def gae(rewards, values, next_values, terminated, ended, gamma, gae_lambda):
-    """Generalised advantage estimation. next_values[t] is the value of what step t led to, before
-    any reset. After a real end (terminated) nothing follows: there it counts as 0. At a time limit
-    (ended, but not terminated) it stands for the rewards that were cut off."""
-    td_errors = rewards + gamma * np.where(terminated, 0.0, next_values) - values
+    """Generalised advantage estimation. next_values[t] is the value of the state that step t led
+    to, before any reset. After a real end (terminated) nothing follows: there it counts as 0. At a
+    time limit (ended, but not terminated) it stands for the rewards that were cut off."""
+    advantages = rewards + gamma * np.where(terminated, 0.0, next_values) - values  # TD errors
     decay = np.where(ended, 0.0, gamma * gae_lambda)
-    advantages = np.zeros_like(td_errors)
-    advantage = 0.0
-    for t in reversed(range(len(rewards))):
-        advantage = td_errors[t] + decay[t] * advantage
-        advantages[t] = advantage
+    for t in reversed(range(len(rewards) - 1)):
+        advantages[t] += decay[t] * advantages[t + 1]
     return advantages
 
 
@@ -479,7 +476,8 @@ def save(run_dir, args, agent, optimizer, iterations_done):
     resumed run begins new ones. On the CPU, so that a machine without a GPU can load it."""
     state = {name: x.cpu() for name, x in agent.state_dict().items()}
     if not all(x.isfinite().all() for x in state.values()):
-        raise FloatingPointError("NaN or infinite agent: start anew, lower --learning-rate.")
+        cure = "try another --seed, or a new run with a lower --learning-rate"
+        raise FloatingPointError(f"The agent is NaN or infinite: {cure}.")
     adam = optimizer.state_dict()
     for i, moments in adam["state"].items():
         adam["state"][i] = {name: x.cpu() for name, x in moments.items()}
@@ -602,8 +600,8 @@ def main():
         if RANK == 0:
             evaluate(agent, args, video)
         return
-    steps_done = iterations_done * args.num_envs * args.num_steps
-    if args.total_timesteps < steps_done + args.num_envs * args.num_steps and not restarted:
+    batch_size = args.num_envs * args.num_steps
+    if args.total_timesteps < (iterations_done + 1) * batch_size and not restarted:
         refuse(f"{run_dir} is done: to go on, give a larger --total-timesteps.")
 
     command = ["python", sys.argv[0], "--env-id", args.env_id, "--resume", str(run_dir)]
@@ -622,7 +620,7 @@ def main():
             run = {"id": run_dir.resolve().name.replace(":", "-"), "resume": "allow"}
             wandb.init(dir=run_dir, config=asdict(args), sync_tensorboard=True, **run)
         if RANK == 0:
-            writer = SummaryWriter(run_dir, purge_step=steps_done + 1)
+            writer = SummaryWriter(run_dir, purge_step=iterations_done * batch_size + 1)
         # From here on each process draws numbers, and plays games, of its own.
         torch.manual_seed(int(torch.randint(2**30, ())) + RANK)
         num_envs = args.num_envs // WORLD
@@ -634,7 +632,8 @@ def main():
         if RANK == 0:
             go_on = f"The run is done; to play it: --evaluate {run_dir}/agent.pt"
             returns = evaluate(agent, args, video)
-            writer.add_scalar("eval/episodic_return", np.mean(returns), args.total_timesteps)
+            last_step = args.total_timesteps // batch_size * batch_size
+            writer.add_scalar("eval/episodic_return", np.mean(returns), last_step)
             writer.close()
             held.close()
     except KeyboardInterrupt:

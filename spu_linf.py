@@ -19,20 +19,20 @@ the network to that. Let pi_k be the policy that collected the batch.
        r*_i = clip(1 + lambda A_i, 1 - epsilon, 1 + epsilon)
    A larger delta means a larger lambda. Like the paper we set lambda by hand; --delta finds it.
 
-2. Fit the network pi_theta: lower the mean of (r_i - r*_i)^2. It is the same to raise that of
+2. Fit the network pi_theta: lower the mean of (r_i - r*_i)^2, which is to raise the mean of
        (r_i - 1) clip(lambda A_i, -epsilon, epsilon) - (r_i - 1)^2 / 2
-   So advantages are clipped, where PPO clips ratios; and each ratio is pulled back, where PPO
-   lets go of one that is past its clip.
+   So advantages are clipped, where PPO clips ratios; and a ratio that is too large is pulled back,
+   where PPO lets go of one that is past its clip.
 
-How does the constraint differ? Like PPO's clip it is on ratios, at the samples alone. Their
-targets need not sum to 1 over a state's actions, as a policy does: hence no KL, but a squared
-error. It bounds targets only, and no state is left out of the loss: that error, the few epochs
-and, if it is set, --max-kl keep the network near pi_k.
-The paper's error is in probabilities, pi_k^2 (r - r*)^2. Here they are densities: in 17 dimensions
-9 samples have half of the weight of a batch of 2048. So our error is in ratios.
+How does this differ from a limit on the KL, as in spu_continuous.py? Like PPO's clip it sees only
+the actions that were taken. One ratio in a state is no policy, which would have to sum to 1 over
+all actions: so the fit is a squared error, and not a KL. It bounds the targets, not the network:
+the squared error, the few epochs and --max-kl, if set, keep that near pi_k.
+The paper's error is in probabilities, pi_k^2 (r - r*)^2. With a Gaussian in 17 dimensions, about 9
+of 2048 samples then have half of the weight pi_k^2. So our error is in ratios.
 
 How to read: top to bottom. `train` is Algorithm 1; what is below "Plumbing" can be skipped. This
-constraint is in `target_ratios`, `solve_lambda`, `policy_loss` and their options.
+constraint is in `target_ratios`, `solve_lambda`, `estimate`, `policy_loss` and the options.
 
     python spu_linf.py --env-id HalfCheetah-v4                        # train, into runs/
     python spu_linf.py --env-id Hopper-v4 --track                     # with Weights & Biases
@@ -65,16 +65,16 @@ class Args:
     env_id: str = "HalfCheetah-v4"  # a gymnasium environment with continuous (Box) actions
     seed: int = 1  # of the environment, the networks, the noise and the minibatches
     total_timesteps: int = 1_000_000  # environment steps, in whole batches
-    # The algorithm
+    # The algorithm. The paper prints no settings for this constraint: these are ours.
     lam: float = 1.0  # lambda, per standard deviation of the batch's advantages
-    epsilon: float = 1.0  # how far a target ratio may be from 1; with 1, the most, it is 0 to 2
-    delta: float | None = None  # if given, lambda follows from it; a sum over the batch (paper: no)
+    epsilon: float = 1.0  # how far a target ratio may be from 1; at most 1: targets from 0 to 2
+    delta: float | None = None  # sets lambda instead of --lam; a sum over the batch, say 200
     max_epochs: int = 10  # the most passes over a batch
-    max_kl: float = math.inf  # nats; a mean KL beyond it ends the policy's epochs (paper: inf)
+    max_kl: float = math.inf  # nats; a mean KL beyond it ends the policy's epochs
     probabilities: bool = False  # the error is in probabilities, not in ratios (paper: yes)
     # What SPU shares with PPO
     num_steps: int = 2048  # environment steps in a batch
-    minibatch_size: int = 64  # samples per gradient step; a smaller rest of the batch is left out
+    minibatch_size: int = 64  # samples per gradient step; an incomplete last one is dropped
     learning_rate: float = 3e-4  # Adam's step size
     anneal_lr: bool = True  # lower it linearly to 0 over the run
     gamma: float = 0.99  # discount factor
@@ -100,10 +100,10 @@ def gaussian_log_prob(actions, mean, log_std):
     return (-0.5 * distance**2 - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
 
 
-def gaussian_kl(mean, log_std, old_mean, old_log_std):
-    """KL(first || second) in each state, exact for Gaussians with independent components."""
-    log_ratio = log_std - old_log_std
-    shift = (mean - old_mean) / old_log_std.exp()
+def gaussian_kl(mean, log_std, other_mean, other_log_std):
+    """KL(one || other) in each state, exact for Gaussians with independent components."""
+    log_ratio = log_std - other_log_std
+    shift = (mean - other_mean) / other_log_std.exp()
     return (0.5 * ((2 * log_ratio).exp() + shift**2 - 1) - log_ratio).sum(-1)
 
 
@@ -114,7 +114,7 @@ def target_ratios(advantages, lam, epsilon):
 
 def solve_lambda(advantages, epsilon, delta):
     """The lambda for which sum_i (r*_i - 1)^2 is delta, by bisection, as the sum grows with it. If
-    delta is more than the clips allow, the one returned has every A_i but 0 at its clip."""
+    delta is more than the clips allow, the result puts every A_i but 0 at its clip."""
     sizes = np.abs(advantages[advantages != 0])
     low = 0.0
     high = epsilon / sizes.min(initial=1.0)
@@ -129,16 +129,13 @@ def solve_lambda(advantages, epsilon, delta):
 
 
 def gae(rewards, values, next_values, terminated, ended, gamma, gae_lambda):
-    """Generalised advantage estimation. next_values[t] is the value of what step t led to, before
-    any reset. After a real end (terminated) nothing follows: there it counts as 0. At a time limit
-    (ended, but not terminated) it stands for the rewards that were cut off."""
-    td_errors = rewards + gamma * np.where(terminated, 0.0, next_values) - values
+    """Generalised advantage estimation. next_values[t] is the value of the state that step t led
+    to, before any reset. After a real end (terminated) nothing follows: there it counts as 0. At a
+    time limit (ended, but not terminated) it stands for the rewards that were cut off."""
+    advantages = rewards + gamma * np.where(terminated, 0.0, next_values) - values  # TD errors
     decay = np.where(ended, 0.0, gamma * gae_lambda)
-    advantages = np.zeros_like(td_errors)
-    advantage = 0.0
-    for t in reversed(range(len(rewards))):
-        advantage = td_errors[t] + decay[t] * advantage
-        advantages[t] = advantage
+    for t in reversed(range(len(rewards) - 1)):
+        advantages[t] += decay[t] * advantages[t + 1]
     return advantages
 
 
@@ -162,12 +159,12 @@ class Network(nn.Module):
     """The parameters of `forward`, Adam's two moments of each, and a gradient step on them. All
     parameters are one vector: each tensor costs a compiled step about half a microsecond."""
 
-    def __init__(self, inputs, outputs, head_norm, step, **more):
+    def __init__(self, num_inputs, num_outputs, head_norm, loss, **more):
         super().__init__()
-        self.step = step
+        self.loss = loss
         params = dict(more)
         # As in the paper's code, the weights into a unit are at first a random direction.
-        for i, shape in enumerate([(inputs, 64), (64, 64), (64, outputs)], start=1):
+        for i, shape in enumerate([(num_inputs, 64), (64, 64), (64, num_outputs)], start=1):
             weight = torch.randn(shape)
             params[f"w{i}"] = weight / weight.norm(dim=0)
             params[f"b{i}"] = torch.zeros(shape[1])
@@ -187,15 +184,30 @@ class Network(nn.Module):
         """For an array of inputs; in numpy, which takes a third of torch's time here."""
         return forward({name: p.numpy() for name, p in self.params.items()}, inputs, np.tanh)
 
+    def step(self, learning_rate, data, rows, args):
+        """One step of Adam (betas 0.9, 0.999; eps 1e-5) on these rows. By hand, it compiles into
+        one graph with the loss and its gradient: 60 microseconds. Eager, torch.optim takes 1000."""
+
+        def loss(vector):
+            return self.loss(split(vector, self.shapes), data, rows, args)
+
+        gradient = torch.func.grad(loss)(self.vector)
+        self.m.lerp_(gradient, 1 - 0.9)
+        self.v.lerp_(gradient * gradient, 1 - 0.999)
+        self.steps_done.add_(1)
+        m = self.m / (1 - 0.9**self.steps_done)
+        v = self.v / (1 - 0.999**self.steps_done)
+        self.vector.sub_(learning_rate * m / (v.sqrt() + 1e-5))
+
 
 def update_moments(moments, x):
-    """Mean, standard deviation and number of all rows seen, with those of x."""
+    """Mean, standard deviation and number of all rows seen so far, x included."""
     mean, std, count = moments
     weight = len(x) / (count + len(x))
     shift = x.mean(0) - mean
     var = (1 - weight) * std**2 + weight * x.var(0, correction=0) + weight * (1 - weight) * shift**2
     mean = mean + weight * shift
-    # A floor of 1e-4 of the mean, or of 1: what never changes is not divided by 0.
+    # At least 1e-4 max(|mean|, 1): what never changes is not divided by 0.
     std = torch.maximum(var, 1e-8 * mean.square().clamp(min=1.0)).sqrt()
     return torch.stack([mean, std, count + len(x)])
 
@@ -213,9 +225,9 @@ class Agent(nn.Module):
         self.register_buffer("action_shift", torch.where(scaled, (high + low) / 2, 0.0))
         # The policy is a Gaussian. The network gives its mean; its spread is the same everywhere.
         log_std = torch.full((len(low),), initial_log_std)
-        self.policy = Network(obs_size, len(low), 0.01, policy_step, log_std=log_std)
-        self.value = Network(obs_size, 1, 1.0, value_step)
-        # Nothing is seen yet. Values have spread 0: what an untrained network says counts as 0.
+        self.policy = Network(obs_size, len(low), 0.01, policy_loss, log_std=log_std)
+        self.value = Network(obs_size, 1, 1.0, value_loss)
+        # Nothing is seen yet. Values have spread 0: an untrained network's output counts as 0.
         zeros = torch.zeros(1, obs_size).double()
         self.register_buffer("obs_moments", torch.cat([zeros, zeros + 1, zeros]))
         self.register_buffer("value_moments", torch.zeros(3, 1).double())
@@ -225,15 +237,15 @@ class Agent(nn.Module):
         return ((obs - mean) / std).clip(-5, 5).astype(np.float32)
 
     def values(self, inputs):
-        """In units of the rewards, which may be any: the network's own values are standardised."""
+        """In the rewards' units; what the network itself gives is standardised."""
         mean, std, _ = self.value_moments.numpy()
         return self.value.outputs(inputs)[:, 0] * std + mean
 
 
 class Actor:
     """The policy as it stands, in numpy: on a single observation a call of torch costs more than
-    its arithmetic. An action takes 7 microseconds, in torch 30. Parameters share torch's memory,
-    moments do not: each batch has an Actor of its own."""
+    its arithmetic. An action takes 7 microseconds, in torch 30. Parameters share torch's memory;
+    the moments are replaced after each batch, so make an Actor for each."""
 
     def __init__(self, agent, action_space):
         self.space = action_space
@@ -304,8 +316,8 @@ def estimate(agent, batch, args):
         "actions": torch.tensor(actions),
         "target_ratios": torch.tensor(target_ratios(advantages, lam, args.epsilon)).float(),
         "value_targets": ((targets - mean) / std).float(),
-        # pi_k is evaluated anew: the normaliser has just changed, and with it, a little, what the
-        # network makes of a state. So the fit begins at ratio 1 and KL 0, as in the paper's code.
+        # pi_k is evaluated anew: the normaliser has just changed, and with it what the network
+        # makes of a state. So the fit begins at ratio 1 and KL 0, as in the paper's code.
         "old_mean": torch.tensor(agent.policy.outputs(inputs)),
         "old_log_std": agent.policy.params["log_std"].clone(),
         "lam": torch.tensor(lam),  # for the log
@@ -318,7 +330,7 @@ def policy_loss(params, data, rows, args):
     old = (data["old_mean"][rows], data["old_log_std"])
     old_log_prob = gaussian_log_prob(actions, *old)
     log_ratio = gaussian_log_prob(actions, *new) - old_log_prob
-    ratio = log_ratio.clamp(max=20).exp()  # an overflow would be NaN
+    ratio = log_ratio.clamp(max=20).exp()  # an overflow would end in NaN
     error = (ratio - data["target_ratios"][rows]).square()
     if args.probabilities:
         error = error * (2 * old_log_prob).exp()  # pi_k^2 (r - r*)^2 = (pi_theta - pi*)^2
@@ -329,36 +341,12 @@ def value_loss(params, data, rows, args):
     return (forward(params, data["inputs"][rows]) - data["value_targets"][rows]).square().mean()
 
 
-def gradient_step(loss, network, learning_rate, data, rows, args):
-    """One step of Adam (betas 0.9, 0.999; eps 1e-5) on these rows, in place. Adam by hand compiles
-    into one graph with the loss and its gradient: 60 microseconds; torch.optim takes 1000."""
-
-    def loss_of(vector):
-        return loss(split(vector, network.shapes), data, rows, args)
-
-    gradient = torch.func.grad(loss_of)(network.vector)
-    m = network.m.lerp_(gradient, 1 - 0.9)
-    v = network.v.lerp_(gradient * gradient, 1 - 0.999)
-    steps = network.steps_done.add_(1)
-    size = (v / (1 - 0.999**steps)).sqrt() + 1e-5
-    network.vector.sub_(learning_rate * m / (1 - 0.9**steps) / size)
-
-
-# Two functions, because torch.compile keeps what it has compiled by function.
-def policy_step(*inputs):
-    gradient_step(policy_loss, *inputs)
-
-
-def value_step(*inputs):
-    gradient_step(value_loss, *inputs)
-
-
 def epoch(network, learning_rate, data, args):
     """One pass over the batch, in shuffled minibatches."""
     order = torch.randperm(args.num_steps)
     for start in range(0, args.num_steps - args.minibatch_size + 1, args.minibatch_size):
         rows = order[start : start + args.minibatch_size]
-        network.step(network, learning_rate, data, rows, args)
+        network.step(learning_rate, data, rows, args)
 
 
 def fit(agent, learning_rate, data, args):
@@ -377,7 +365,7 @@ def fit(agent, learning_rate, data, args):
 
 
 def train(args, env, agent, iterations_done, run_dir, writer):
-    """Algorithm 1."""
+    """Algorithm 1, with the loss of this constraint."""
     num_iterations = args.total_timesteps // args.num_steps
     bar = tqdm(total=num_iterations * args.num_steps, unit=" steps")
     bar.update(iterations_done * args.num_steps)
@@ -428,7 +416,7 @@ def refuse(sentence):
 
 
 def make_env(args):
-    """The environment, with vectors to see; refuse what cannot be trained on."""
+    """The environment, with vector observations; refuse what cannot be trained on."""
     if sys.platform == "linux" and not os.getenv("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")  # draw without a screen
     draw = {"render_mode": "rgb_array"} if args.capture_video else {}
@@ -457,16 +445,19 @@ def make_env(args):
 def compile_steps(agent):
     """Compile the gradient steps, if a small trial shows that this machine can."""
     print("Compiling takes some seconds. (--no-compile does without.)")
-    # In a run neither shapes nor options change, so no call need check them: half as long.
+    # In a run neither shapes nor options change: without checks a call takes half as long.
     options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
+    # Fewer steps from Python to the compiled code, and a tanh in vector instructions.
     options |= {"cpp_wrapper": True, "cpp.use_decompose_tanh": True}
     try:
         torch.compile(torch.square, options=options)(torch.zeros(8))
     except Exception as error:
         print(f"It does not compile here, so training is slower: {error!r:.200}")
         return
-    agent.policy.step = torch.compile(policy_step, fullgraph=True, options=options)
-    agent.value.step = torch.compile(value_step, fullgraph=True, options=options)
+    for network in (agent.policy, agent.value):
+        # isolate_recompiles: both are the same method, and without checks would share its code.
+        how = {"fullgraph": True, "isolate_recompiles": True, "options": options}
+        network.step = torch.compile(network.step, **how)
 
 
 def evaluate(agent, args, folder):
@@ -494,10 +485,11 @@ def evaluate(agent, args, folder):
 
 def save(run_dir, args, agent, iterations_done):
     """At the start and after every iteration: options, networks with Adam's moments, normalisers,
-    random generator. Not the environment's state: a resumed run begins an episode, and where the
-    unbroken one did too, they are the same to the bit."""
+    random generator. Not the environment's state: a resumed run begins a new episode. If the
+    unbroken one, with the same options, did so there too, both agree to the bit."""
     if not all(x.isfinite().all() for x in agent.state_dict().values()):
-        raise FloatingPointError("NaN or infinite agent: start anew, lower --learning-rate.")
+        cure = "try another --seed, or a new run with a lower --learning-rate"
+        raise FloatingPointError(f"The agent is NaN or infinite: {cure}.")
     saved = {
         "script": SCRIPT,
         "args": asdict(args),
@@ -575,7 +567,8 @@ def read_options():
 def main():
     args, saved = read_options()
     check(args)
-    gym.logger.min_level = gym.logger.ERROR  # that -v4 is not the newest is no news
+    # No warnings that -v4 is not the newest, nor of how the Humanoids' masses are set.
+    gym.logger.min_level = gym.logger.ERROR
     mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text))
     torch.set_num_threads(1)  # networks this small gain nothing from more
     torch.manual_seed(args.seed)
@@ -620,7 +613,8 @@ def main():
         train(args, env, agent, iterations_done, run_dir, writer)
         go_on = f"The run is done; to play it: --evaluate {run_dir}/agent.pt"
         returns = evaluate(agent, args, video)
-        writer.add_scalar("eval/episodic_return", np.mean(returns), args.total_timesteps)
+        last_step = args.total_timesteps // args.num_steps * args.num_steps
+        writer.add_scalar("eval/episodic_return", np.mean(returns), last_step)
         writer.close()
         held.close()
     except KeyboardInterrupt:

@@ -47,7 +47,7 @@ OTHERS = {
     "spu_3m": "SPU, 3 million steps",
     "trpo_3m": "TRPO, 3 million steps",
 }
-PUBLISHED = "as published"
+PUBLISHED = "SPU in the paper"
 TUNING = ["HalfCheetah-v4", "Hopper-v4", "Humanoid-v4", "Reacher-v4", "Walker2d-v4"]
 # X, Y, the column of published.csv with the paper's percentage in each task, its average.
 COMPARISONS = [
@@ -65,6 +65,8 @@ COMPARISONS = [
 # The paper's percentages over TRPO; full SPU has 27.
 ABLATIONS = {"no_kl_term": 4, "no_delta": 24, "no_epsilon": 9, "joint_stopping": None}
 INTERVAL_SEEDS = 5  # with fewer there is no interval
+TIE = 0.05  # in the table of games, from -5 to +5 %
+DEFAULT_EPOCHS = {False: "10", True: "4"}  # whether it is Atari: the scripts' --max-epochs
 GAMES = {"spu": ["pong_spu", "breakout_spu", "games_spu"]}
 GAMES |= {"ppo": ["pong_ppo", "breakout_ppo", "games_ppo"]}
 WITHOUT = {
@@ -287,11 +289,13 @@ def scores_table(data):
         best = max(means, key=means.get)
         cells = []
         for group in groups:
-            text = cell(scores[group].get(task, {}))
+            # The error on a line of its own: so nine columns fit GitHub's page.
+            text = cell(scores[group].get(task, {})).replace("\u00a0±", "<br>±")
             cells.append(f"**{text}**" if group == best else text)
         random = number(data.random[task]) if task in data.random else "—"
         published = f"{data.published[task]['spu']:g}" if task in data.published else "—"
-        rows.append([task.removesuffix("-v4"), random, *cells, published])
+        title = task.removesuffix("-v4").replace("DoublePendulum", "Double<br>Pendulum")
+        rows.append([title, random, *cells, published])
     if not rows:
         return markdown([], [], "")
     sentence = "Mean return of the last 100 episodes ± standard error over seeds; the best in bold."
@@ -402,36 +406,36 @@ def sensitivity_table(data):
     return markdown(header, rows, sentence)
 
 
+def speeds(data, env, program, epochs=None):
+    """{round: steps per second} of a program; with these epochs, if it was timed with them."""
+    rows = [row for row in data.speed if (row["env_id"], row["program"]) == (env, program)]
+    same = [row for row in rows if row["epochs"] == epochs]
+    return {row["round"]: float(row["steps_per_second"]) for row in same or rows}
+
+
 def speed_table(data):
     """Ratios round by round, since a slow spell of the machine meets all programs of a round."""
-
-    def ratio(rows, spu, peer):
-        pairs = [(row[spu], row[peer]) for row in rows if row.get(spu) and row.get(peer)]
-        values = [float(a) / float(b) for a, b in pairs]
-        if not values:
-            return "—"
-        return f"{np.median(values):.2g} ({min(values):.2g} to {max(values):.2g})"
-
-    peers = [f"{who}_steps_per_second" for who in ("sb3_ppo", "plain_ppo", "our_ppo")]
-    kinds = {
-        "spu_10_epochs_steps_per_second": "10 epochs (the default)",
-        "spu_steps_per_second": "30 epochs",
-    }
+    kinds = dict.fromkeys(
+        (row["env_id"], row["epochs"]) for row in data.speed if row["program"] == "spu"
+    )
     table = []
-    for env in dict.fromkeys(row["env_id"] for row in data.speed):
-        rows = [row for row in data.speed if row["env_id"] == env]
-        for column, kind in kinds.items():
-            if values := [float(row[column]) for row in rows if row.get(column)]:
-                kind = "9 epochs, SB3 too" if "-v" not in env else kind
-                ratios = [ratio(rows, column, peer) for peer in peers]
-                table.append([f"{env}, {kind}", f"{np.median(values):.0f}", *ratios, len(values)])
-    memory = {row["env_id"]: row["spu_memory_mb"] for row in data.speed}
+    for env, epochs in kinds:
+        spu = speeds(data, env, "spu", epochs)
+        ratios = []
+        for program in ("sb3_ppo", "plain_ppo", "our_ppo"):
+            peer = speeds(data, env, program, epochs)
+            x = [spu[number] / peer[number] for number in spu if number in peer]
+            ratios.append(f"{np.median(x):.2g} ({min(x):.2g} to {max(x):.2g})" if x else "—")
+        default = " (the default)" if epochs == DEFAULT_EPOCHS["-v" not in env] else ""
+        title = f"{env}, {epochs} epochs{default}"
+        table.append([title, f"{np.median(list(spu.values())):.0f}", *ratios, len(spu)])
+    memory = {row["env_id"]: row["memory_mb"] for row in data.speed if row["memory_mb"]}
     memory = ", ".join(f"{env} {mb} MB" for env, mb in memory.items())
     note = (
         "SPU's steps per second, and its multiple of the others' (range): medians of rounds that "
         "run all programs in turn, one thread each on MuJoCo, all cores on Atari. On MuJoCo the "
-        "others do 10 epochs. Plain PPO is in the style of CleanRL, not compiled. Memory of SPU: "
-        f"{memory}."
+        "others do 10 epochs, on Atari as many as SPU. Plain PPO is in the style of CleanRL, not "
+        f"compiled. Memory of SPU: {memory}."
     )
     header = ["", "SPU, steps/s", "× SB3 PPO", "× plain PPO", "× our PPO", "rounds"]
     return markdown(header, table, note)
@@ -449,16 +453,24 @@ def first_reached(curve, threshold):
 def pong_table(data):
     """A row per run, one algorithm's seed beside the other's."""
     rows = []
-    runs = {who: data.runs.get(f"pong_{who}", {}).get("Pong", {}) for who in ("spu", "ppo")}
+    titles = {"spu": "SPU", "processes": "SPU, 2 processes", "ppo": "PPO"}
+    runs = {who: data.runs.get(f"pong_{who}", {}).get("Pong", {}) for who in titles}
     for seed in sorted({seed for seeds in runs.values() for seed in seeds}):
-        for who, title in (("spu", "SPU"), ("ppo", "PPO")):
+        for who, title in titles.items():
             if seed in runs[who]:
                 curve = runs[who][seed]
                 reached = [first_reached(curve, threshold) for threshold in (0, 18)]
                 reached = [f"{step:,}" if step else "—" for step in reached]
                 rows.append([seed, title, *reached, number(curve[-1, 1]), f"{curve[-1, 0]:,.0f}"])
     header = ["seed", "", "0 reached after", "18 reached after", "at the end", "steps"]
-    return markdown(header, rows, "Pong: mean score of the last 100 games of training.")
+    sentence = "Pong: mean score of the last 100 games of training."
+    speed = speeds(data, "Pong", "spu", DEFAULT_EPOCHS[True])
+    reached = [step for curve in runs["spu"].values() if (step := first_reached(curve, 18))]
+    if speed and reached:
+        speed = np.median(list(speed.values()))
+        minutes = span(round(step / speed / 60) for step in reached)
+        sentence += f" SPU, alone on the machine, takes {minutes} minutes to 18."
+    return markdown(header, rows, sentence)
 
 
 def without_table(data):
@@ -501,8 +513,10 @@ def games_table(data):
     sentence = "Mean score of the last 100 games of training, on shared seeds."
     if values:
         sentence += (
-            f" On average {percent(values.values())}; the paper has +55 %, over 60 games of 10 "
-            "million steps and 20 seeds."
+            f" SPU wins {sum(x > TIE for x in values.values())}, ties (within {TIE:.0%}) "
+            f"{sum(abs(x) <= TIE for x in values.values())} and loses "
+            f"{sum(x < -TIE for x in values.values())}; on average {percent(values.values())}. The "
+            "paper has 15, 36 and 9, and +55 %: over 60 games of 10 million steps and 20 seeds."
         )
     return markdown(header, rows, sentence)
 
@@ -647,6 +661,30 @@ def draw_kl(data, path, tasks=("Humanoid-v4", "Hopper-v4"), delta=0.02):
     save(figure, path)
 
 
+def draw_minutes(data, path):
+    """Score against time: steps divided by the speed of each program, measured alone."""
+    series = {"SB3 PPO": ("sb3_ppo", "sb3_ppo", ALGORITHMS["ppo"][1])}
+    series["SPU"] = ("spu", "spu", ALGORITHMS["spu"][1])
+    both = data.runs.get("spu", {}).keys() & data.runs.get("sb3_ppo", {}).keys()
+    timed = {row["env_id"] for row in data.speed}
+    tasks = sorted(both & timed)
+    if not tasks:
+        return
+    figure, axes = panels(len(tasks), width=3.2, height=2.6)
+    for axis, task in zip(axes, tasks):
+        for title, (group, program, color) in series.items():
+            speed = np.median(list(speeds(data, task, program, DEFAULT_EPOCHS[False]).values()))
+            steps, returns = align(list(data.runs[group][task].values()))
+            axis.plot(steps / speed / 60, returns.T, color=color, lw=0.6, alpha=0.5)
+            axis.plot(steps / speed / 60, returns.mean(0), color=color, lw=1.8, label=title)
+        axis.set(title=task.removesuffix("-v4"), xlim=(0, None))
+        axis.set_xlabel("minutes on one core", fontsize=9)
+        thousands(axis)
+    axes[0].set_ylabel("return of the last 100 episodes", fontsize=9)
+    axes[0].legend(frameon=False, fontsize=9)
+    save(figure, path)
+
+
 def draw_sensitivity(data, path):
     """The share of the vectors whose improvement over TRPO is at most x."""
     found = {ranges: sensitivity(data, ranges) for ranges in ("paper", "default")}
@@ -688,6 +726,7 @@ def draw_all(data, folder):
     draw_curves(data, folder / "learning_curves_atari.png", atari, published=False)
     draw_dots(data, folder / "improvement.png")
     draw_kl(data, folder / "kl.png")
+    draw_minutes(data, folder / "minutes.png")
     draw_sensitivity(data, folder / "sensitivity.png")
 
 

@@ -56,6 +56,7 @@ PAPER = (
     "--lam 1.3 --epsilon 0.05 --delta 0.0416666667 --max-epochs 30 --joint-stopping "
     "--initial-log-std 0 --no-scale-actions --no-bootstrap-truncation"
 )
+TARGET_KL = "--max-epochs 10 --target-kl 0.03"
 MILLIONS = "--total-timesteps {}000000"
 SEEDS = list(range(1, 11))
 
@@ -65,7 +66,7 @@ PLAN = {
     "reported/spu": ("spu_continuous", MUJOCO, SEEDS, ""),
     "reported/ppo": ("benchmark/ppo_continuous", MUJOCO, SEEDS, ""),
     "reported/trpo": ("benchmark/trpo_continuous", MUJOCO, SEEDS, ""),
-    "reported/ppo_target_kl": ("benchmark/ppo_continuous", MUJOCO, SEEDS[:3], "--target-kl 0.01"),
+    "reported/ppo_target_kl": ("benchmark/ppo_continuous", MUJOCO, SEEDS[:3], TARGET_KL),
     "reported/linf": ("spu_linf", MUJOCO, SEEDS[:3], ""),
     "reported/reverse_kl": ("spu_reverse_kl", MUJOCO, SEEDS[:3], ""),
     "reported/spu_paper": ("spu_continuous", MUJOCO, SEEDS[:3], PAPER),
@@ -94,6 +95,9 @@ WITHOUT = {
 for name, flags in WITHOUT.items():
     flags = f"{flags} --total-timesteps 450000"
     PLAN[f"reported/pong_without_{name}"] = ("spu_atari", ["Pong"], SEEDS[:1], flags)
+# Two processes share Pong's batches.
+PLAN["reported/pong_processes"] = ("spu_atari", ["Pong"], SEEDS[:1], "--total-timesteps 450000")
+LAUNCHERS = {"reported/pong_processes": "-m torch.distributed.run --standalone --nproc-per-node 2"}
 # Part 2 of PROTOCOL.md: six settings of each algorithm's own constants. Seeds from 101 on are for
 # tuning, and no result.
 SETTINGS = {
@@ -206,7 +210,8 @@ def run(group, env, seed):
     elif agent:
         options = ["--env-id", env, "--resume", str(agent.parent)]
     if agent is None or not is_finished(agent):
-        process = [sys.executable, str(ROOT / script), *options]
+        launcher = LAUNCHERS.get(group, "").split()
+        process = [sys.executable, *launcher, str(ROOT / script), *options]
         settings = {"cwd": folder, "env": os.environ | ONE_THREAD}
         done = subprocess.run(process, capture_output=True, text=True, **settings)
         if done.returncode:
@@ -251,7 +256,8 @@ def keep(group, env, seed, run_dir):
     path = result(group, env, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.tmp", "w", newline="") as file:
-        file.write(f"# command: python {shlex.join(command(group, env, seed))}\n")
+        words = [*LAUNCHERS.get(group, "").split(), *command(group, env, seed)]
+        file.write(f"# command: python {shlex.join(words)}\n")
         file.write(f"# commit: {commit()}\n")
         file.write(f"# versions: {', '.join(f'{name} {version(name)}' for name in names)}\n")
         file.write(f"# seconds: {seconds:.0f}, sittings: {sittings}, episodes: {len(returns)}\n")

@@ -5,13 +5,14 @@
     python benchmark/speed.py --env-id Hopper-v4 --rounds 5
     python benchmark/speed.py --env-id Pong    # spu_atari.py against CnnPolicy
 
-MuJoCo, one thread each: SPU does its full update, 30 epochs in every iteration (--delta inf), and
-Stable-Baselines3 PPO its 10; so does a plain PPO in the style of single-file implementations such
-as CleanRL's (`time_plain`). PPO in the same program as SPU (ppo_continuous.py) and SPU with 10
-epochs too tell what SPU's update itself costs. Atari, all cores: both do 9 epochs over 8 games x
-256 steps in minibatches of 512. Each round runs all in turn, so that a machine that is slow for a
-while is slow for all; compilation and the first iteration are left out. Absolute numbers depend on
-the machine, the ratios hardly do. Let nothing else run meanwhile.
+MuJoCo, one thread each: SPU with 10 epochs, the default, and with 30, as in the paper; PPO in the
+same program (ppo_continuous.py), Stable-Baselines3's, and a plain one in the style of single-file
+implementations such as CleanRL's (`time_plain`), with 10 each. Atari, all cores: SPU and
+Stable-Baselines3's PPO with 9 epochs over 8 games x 256 steps, in minibatches of 512, and with
+spu_atari.py's own 4 epochs over 32 x 128 steps, in minibatches of 1024. SPU does all its epochs
+(--delta inf). Each round runs all in turn, so that a machine that is slow for a while is slow for
+all; compilation and the first iteration are left out. Absolute numbers depend on the machine, the
+ratios hardly do. Let nothing else run meanwhile.
 """
 
 import csv
@@ -23,22 +24,20 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
-BATCH = 2048  # steps in an iteration
-ATARI = "--num-envs 8 --num-steps 256 --minibatch-size 512 --no-adapt-lr".split()
-HEADER = ["env_id", "round", "spu_steps_per_second", "sb3_ppo_steps_per_second", "ratio"]
-HEADER += ["spu_memory_mb", "plain_ppo_steps_per_second", "ratio_to_plain"]
-HEADER += ["our_ppo_steps_per_second", "spu_10_epochs_steps_per_second"]
+BATCH = 2048  # steps in an iteration on MuJoCo
+ATARI = {9: (8, 256, 512), 4: (32, 128, 1024)}  # epochs: games, steps, minibatch
+HEADER = ["env_id", "round", "program", "epochs", "steps_per_second", "memory_mb"]
 
 
 @dataclass
 class Args:
     env_id: str = "HalfCheetah-v4"  # a MuJoCo environment, or an Atari game by its short name
     rounds: int = 5  # each times both programs once
-    peer: str = ""  # (what this program starts itself with, to time sb3 or plain)
+    peer: str = ""  # (what this program starts itself with, to time sb3_ppo or plain_ppo)
+    epochs: int = 10  # (and its number of epochs)
 
 
 def is_atari(env_id):
@@ -49,7 +48,7 @@ def iterations(env_id):
     return 3 if is_atari(env_id) else 8  # timed after a first one that is not
 
 
-def time_peer(env_id):
+def time_sb3(env_id, epochs):
     import torch
     from stable_baselines3 import PPO
 
@@ -60,18 +59,24 @@ def time_peer(env_id):
         from stable_baselines3.common.vec_env import VecFrameStack
 
         gymnasium.register_envs(ale_py)
-        envs = VecFrameStack(make_atari_env(f"{env_id}NoFrameskip-v4", n_envs=8), 4)
-        model = PPO("CnnPolicy", envs, n_steps=256, batch_size=512, n_epochs=9, device="cpu")
+        games, steps, minibatch = ATARI[epochs]
+        envs = VecFrameStack(make_atari_env(f"{env_id}NoFrameskip-v4", n_envs=games), 4)
+        policy = "CnnPolicy"
     else:
         torch.set_num_threads(1)
-        model = PPO("MlpPolicy", env_id, n_steps=BATCH, batch_size=64, n_epochs=10, device="cpu")
-    model.learn(BATCH)
+        games, steps, minibatch = 1, BATCH, 64
+        envs = env_id
+        policy = "MlpPolicy"
+    sizes = {"n_steps": steps, "batch_size": minibatch, "n_epochs": epochs}
+    model = PPO(policy, envs, device="cpu", **sizes)
+    model.learn(games * steps)
+    timed = games * steps * iterations(env_id)
     start = time.perf_counter()
-    model.learn(BATCH * iterations(env_id), reset_num_timesteps=False)
-    return BATCH * iterations(env_id) / (time.perf_counter() - start)
+    model.learn(timed, reset_num_timesteps=False)
+    return timed / (time.perf_counter() - start)
 
 
-def time_plain(env_id):
+def time_plain(env_id, epochs):
     """PPO as single-file implementations usually have it: gymnasium's wrappers and vector
     environment, modules, distributions, loss.backward() and torch's Adam, all eager. Only its speed
     matters here."""
@@ -119,7 +124,7 @@ def time_plain(env_id):
                 following = values[t]
         batch = (obs, actions, log_probs, advantages, advantages + values)
         batch = [x.flatten(0, 1) for x in batch]
-        for _ in range(10):
+        for _ in range(epochs):
             for order in torch.randperm(BATCH).split(64):
                 obs_, action, old_log_prob, gain, target = (x[order] for x in batch)
                 gain = (gain - gain.mean()) / (gain.std() + 1e-8)
@@ -135,23 +140,31 @@ def time_plain(env_id):
     return BATCH * iterations(env_id) / (time.perf_counter() - start)
 
 
-def run_peer(env_id, peer):
+def run_peer(env_id, peer, epochs):
     command = [sys.executable, __file__, "--peer", peer, "--env-id", env_id]
     threads = {} if is_atari(env_id) else {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | threads)
+    settings = {"capture_output": True, "text": True, "env": os.environ | threads}
+    done = subprocess.run([*command, "--epochs", str(epochs)], **settings)
     if done.returncode:
         sys.exit(done.stderr)
-    return float(done.stdout.split()[-1])
+    return float(done.stdout.split()[-1]), None
 
 
-def run_ours(env_id, script, epochs, *options):
+def run_ours(env_id, script, epochs):
     """Train for an iteration that is not timed and some that are: the speed from the event file,
     the memory from the kernel."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    steps = BATCH * (1 + iterations(env_id))
+    options = [] if "ppo" in script else ["--delta", "inf"]
+    batch = BATCH
+    if is_atari(env_id):
+        games, steps, minibatch = ATARI[epochs]
+        batch = games * steps
+        options += ["--num-envs", games, "--num-steps", steps, "--minibatch-size", minibatch]
+        options += ["--no-adapt-lr"]  # there is no delta to follow
+    options += ["--total-timesteps", batch * (1 + iterations(env_id)), "--max-epochs", epochs]
     command = [sys.executable, str(ROOT / script), "--env-id", env_id, "--eval-episodes", "1"]
-    command += ["--max-epochs", str(epochs), "--total-timesteps", str(steps), *options]
+    command += map(str, options)
     with tempfile.TemporaryDirectory() as folder:
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         process = subprocess.Popen(command, cwd=folder, **pipes)
@@ -167,29 +180,30 @@ def run_ours(env_id, script, epochs, *options):
     return len(speeds) / sum(1 / speed for speed in speeds), usage.ru_maxrss / 1024
 
 
+def time_one(env_id, program, epochs):
+    """Steps per second, and the memory of our own in MB."""
+    scripts = {"spu": "spu_atari.py" if is_atari(env_id) else "spu_continuous.py"}
+    scripts["our_ppo"] = "benchmark/ppo_continuous.py"
+    if program in scripts:
+        return run_ours(env_id, scripts[program], epochs)
+    return run_peer(env_id, program, epochs)
+
+
 def main():
     args = tyro.cli(Args, description=__doc__)
     if args.peer:
-        return print({"sb3": time_peer, "plain": time_plain}[args.peer](args.env_id))
+        peers = {"sb3_ppo": time_sb3, "plain_ppo": time_plain}
+        return print(peers[args.peer](args.env_id, args.epochs))
+    programs = [("spu", 10), ("sb3_ppo", 10), ("plain_ppo", 10), ("our_ppo", 10), ("spu", 30)]
+    if is_atari(args.env_id):
+        programs = [(program, epochs) for epochs in ATARI for program in ("spu", "sb3_ppo")]
     rows = []
-    full = ("--delta", "inf")  # delta never ends the epochs
     for number in range(1, args.rounds + 1):
-        if is_atari(args.env_id):
-            spu, memory = run_ours(args.env_id, "spu_atari.py", 9, *full, *ATARI)
-            others = [""] * 4
-        else:
-            spu, memory = run_ours(args.env_id, "spu_continuous.py", 30, *full)
-            plain = run_peer(args.env_id, "plain")
-            ppo, _ = run_ours(args.env_id, "benchmark/ppo_continuous.py", 10)
-            spu_10, _ = run_ours(args.env_id, "spu_continuous.py", 10, *full)
-            others = [round(plain), round(spu / plain, 2), round(ppo), round(spu_10)]
-        peer = run_peer(args.env_id, "sb3")
-        ratio = round(spu / peer, 2)
-        rows.append([args.env_id, number, round(spu), round(peer), ratio, round(memory), *others])
-        print(f"round {number}: {dict(zip(HEADER[2:], rows[-1][2:]))}", flush=True)
-    ratios = [row[4] for row in rows]
-    spread = f"median; {min(ratios)} to {max(ratios)}"
-    print(f"{args.env_id}: {np.median(ratios):.2f} times Stable-Baselines3 PPO ({spread})")
+        for program, epochs in programs:
+            speed, memory = time_one(args.env_id, program, epochs)
+            memory = round(memory) if memory else ""
+            rows.append([args.env_id, number, program, epochs, round(speed), memory])
+            print(", ".join(f"{key} {x}" for key, x in zip(HEADER, rows[-1]) if x), flush=True)
     path = ROOT / "benchmark" / "results" / "speed.csv"
     path.parent.mkdir(exist_ok=True)
     old = [row for row in csv.reader(path.open())][1:] if path.exists() else []
@@ -197,6 +211,7 @@ def main():
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(HEADER)
         writer.writerows([row for row in old if row[0] != args.env_id] + rows)
+    print(f"wrote {path}; `python benchmark/report.py` makes the table")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def test_observations_that_are_no_vector(refused):
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
 def test_what_must_be_positive_and_finite(refused, value):
     options = {field.name for field in dataclasses.fields(refused.module.Args)}
-    names = {"lam", "learning_rate", "max_advantage"} & options
+    names = {"lam", "learning_rate"} & options
     if refused.script != "spu_continuous":
         names |= {"epsilon"} & options
     assert len(names) >= 2
@@ -75,7 +75,7 @@ def test_what_may_be_infinite_must_be_positive(refused, value):
     names = {
         "spu_continuous": ["epsilon", "delta"],
         "spu_linf": ["max_kl"],
-        "spu_reverse_kl": ["accept", "delta"],
+        "spu_reverse_kl": ["accept", "delta", "max_advantage"],
     }
     for option in (name.replace("_", "-") for name in names[refused.script]):
         assert f"--{option} must be positive" in refused(*PENDULUM, f"--{option}={value}")

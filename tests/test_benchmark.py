@@ -115,6 +115,30 @@ def test_seeds_come_one_after_the_other(runner, monkeypatch, capsys):
     assert order == ["small1", "other1", "small2", "other2"]
 
 
+def test_the_agent_of_the_median_seed_is_kept_and_plays_as_it_did(tmp_path):
+    results, runs, agents = (tmp_path / name for name in ("results", "runs", "agents"))
+    (results / "spu").mkdir(parents=True)
+    for seed, score in {1: -50, 2: -100, 3: -300, 4: -200}.items():
+        text = f"# evaluation: {score - 1}.00\nstep,return,kl\n200,-999,0.01\n400,{score},0.01\n"
+        (results / "spu" / f"Pendulum-v1__{seed}.csv").write_text(text)
+    job = runs / "spu" / "Pendulum-v1__4"
+    job.mkdir(parents=True)
+    options = ("--env-id", "Pendulum-v1", "--num-steps", 200, "--total-timesteps", 400)
+    played = run("spu_continuous", *options, *QUICK, cwd=job).stdout.splitlines()[-1]
+    command = [sys.executable, str(ROOT / "benchmark/agents.py"), "--results", results]
+    command += ["--runs", runs, "--output", agents]
+    for _ in range(2):  # the second time the table is there already
+        subprocess.run(command, check=True)
+    rows = list(csv.DictReader((agents / "agents.csv").open()))
+    assert [list(row.values()) for row in rows] == [
+        ["Pendulum-v1", "spu_continuous.py", "4", "4", "-200.0", "-201.0"]
+    ]
+    agent = agents / "Pendulum-v1.pt"
+    assert agent.stat().st_size < 0.5 * (run_dir(job) / "agent.pt").stat().st_size
+    again = run("spu_continuous", "--evaluate", agent, cwd=tmp_path).stdout.splitlines()[-1]
+    assert again == played
+
+
 def test_an_unknown_group_is_refused(runner, monkeypatch):
     with pytest.raises(SystemExit, match="There is no group large: the plan has small"):
         main(monkeypatch, "large")

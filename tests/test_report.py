@@ -21,13 +21,18 @@ RANDOM = "env_id,actions,episodes,mean,standard_error\n" + "".join(
         ("Swimmer-v4", 8.4),
         ("Pong", -21),
         ("Breakout", 1),
+        ("Qbert", 0),
+        ("Enduro", 0),
     )
 )
-SPEED = "env_id,round,spu_steps_per_second,sb3_ppo_steps_per_second,ratio,spu_memory_mb,"
-SPEED += "plain_ppo_steps_per_second,ratio_to_plain,our_ppo_steps_per_second,spu_10_epochs_steps_per_second\n"
-SPEED += "Pong,1,200,100,2,700,,,,\nHopper-v4,1,3000,1000,3,400,900,3.4,5500,5000\n"
-SPEED += "Hopper-v4,2,3300,1000,3.3,410,900,3.7,6000,5000\n"
-SPEED += "Hopper-v4,3,5000,1000,5,420,900,6,5000,5000\n"
+SPEED = "env_id,round,program,epochs,steps_per_second,memory_mb\n"
+SPEED += (
+    "Pong,1,spu,9,200,700\nPong,1,sb3_ppo,9,100,\nPong,1,spu,4,512,650\nPong,1,sb3_ppo,4,128,\n"
+)
+for number, (spu_30, our_ppo) in enumerate([(3000, 5500), (3300, 6000), (5000, 5000)], start=1):
+    SPEED += f"Hopper-v4,{number},spu,10,5000,\nHopper-v4,{number},sb3_ppo,10,1000,\n"
+    SPEED += f"Hopper-v4,{number},plain_ppo,10,900,\nHopper-v4,{number},our_ppo,10,{our_ppo},\n"
+    SPEED += f"Hopper-v4,{number},spu,30,{spu_30},{400 + 10 * number}\n"
 STEP = 204_800
 
 
@@ -81,9 +86,15 @@ def made_up(tmp_path_factory):
     add(results, "pong_spu", "Pong", 1, -21, -3, 18.5, 17, 20)
     add(results, "pong_ppo", "Pong", 1, -21, -20, -3, 0.5, 3)
     add(results, "pong_ppo", "Pong", 2, -21, -20)
+    add(results, "pong_processes", "Pong", 1, -21, -2)
     add(results, "pong_without_games", "Pong", 1, -21, -19, -9)
     add(results, "games_spu", "Breakout", 1, 1, 41)
     add(results, "games_ppo", "Breakout", 1, 1, 21)
+    add(results, "games_spu", "Qbert", 1, 96)
+    add(results, "games_ppo", "Qbert", 1, 100)
+    add(results, "games_spu", "Enduro", 1, 94)
+    add(results, "games_ppo", "Enduro", 1, 100)
+    add(results, "sb3_ppo", "Hopper-v4", 7, 142, 1000, 1442)
     (results / "random.csv").write_text(RANDOM)
     (results / "speed.csv").write_text(SPEED)
     (folder / "README.md").write_text(markers("scores", "improvement"))
@@ -109,8 +120,16 @@ def table(folder, name):
 def test_scores_are_means_with_standard_errors_and_the_best_is_bold(made_up):
     rows, footnote = table(made_up, "scores")
     assert rows == [
-        ["`-v4`", "random", "TRPO", "PPO", "SPU", "reverse-KL SPU", "as published"],
-        ["Hopper", "142", "1142 ± 0", "**51070 ± 48928**", "34428 ± 32786", "4462 ± 3428", "2142"],
+        ["`-v4`", "random", "TRPO", "PPO", "SPU", "reverse-KL SPU", "SPU in the paper"],
+        [
+            "Hopper",
+            "142",
+            "1142<br>± 0",
+            "**51070<br>± 48928**",
+            "34428<br>± 32786",
+            "4462<br>± 3428",
+            "2142",
+        ],
         ["Swimmer", "8.4", "48.4", "—", "**88.4**", "—", "108.4"],
         ["Walker2d", "663", "1663", "—", "**2663**", "—", "2663"],
     ]
@@ -159,17 +178,20 @@ def test_sensitivity_and_speed(made_up):
     ]
     rows, footnote = table(made_up, "speed")
     assert rows[1:] == [
-        ["Pong, 9 epochs, SB3 too", "200", "2 (2 to 2)", "—", "—", "1"],
+        ["Pong, 9 epochs", "200", "2 (2 to 2)", "—", "—", "1"],
+        ["Pong, 4 epochs (the default)", "512", "4 (4 to 4)", "—", "—", "1"],
         ["Hopper-v4, 10 epochs (the default)", "5000", "5 (5 to 5)", "5.6 (5.6 to 5.6)", "0.91 (0.83 to 1)", "3"],
         ["Hopper-v4, 30 epochs", "3300", "3.3 (3 to 5)", "3.7 (3.3 to 5.6)", "0.55 (0.55 to 1)", "3"],
     ]  # fmt: skip
-    assert "Pong 700 MB, Hopper-v4 420 MB" in footnote
+    assert "Pong 650 MB, Hopper-v4 430 MB" in footnote
 
 
 def test_atari_tables(made_up):
-    rows, _ = table(made_up, "pong")
+    rows, footnote = table(made_up, "pong")
+    assert "takes 20 minutes to 18" in footnote  # 614,400 steps at 512 a second
     assert rows[1:] == [
         ["1", "SPU", "614,400", "614,400", "20.0", "1,024,000"],
+        ["1", "SPU, 2 processes", "—", "—", "-2.0", "409,600"],
         ["1", "PPO", "819,200", "—", "3.0", "1,024,000"],
         ["2", "PPO", "—", "—", "-20.0", "409,600"],
     ]
@@ -181,14 +203,16 @@ def test_atari_tables(made_up):
     rows, footnote = table(made_up, "games")
     assert rows[1:] == [
         ["Breakout", "1.0", "21.0", "41.0", "+100 %", "1", "409,600"],
+        ["Enduro", "0.0", "100", "94.0", "-6 %", "1", "204,800"],
         ["Pong", "-21.0", "3.0", "20.0", "+71 %", "1", "1,024,000"],
+        ["Qbert", "0.0", "100", "96.0", "-4 %", "1", "204,800"],
     ]
-    assert "On average +85 %; the paper has +55 %" in footnote
+    assert "SPU wins 2, ties (within 5%) 1 and loses 1; on average +40 %." in footnote
 
 
 def test_pictures_are_drawn_and_small(made_up):
     names = ["learning_curves", "learning_curves_variants", "learning_curves_atari"]
-    for name in [*names, "improvement", "sensitivity"]:
+    for name in [*names, "improvement", "minutes", "sensitivity"]:
         path = made_up / "benchmark" / "pictures" / f"{name}.png"
         assert path.stat().st_size < 300_000
         pixels = np.array(Image.open(path).convert("RGB")).reshape(-1, 3)

@@ -263,7 +263,7 @@ def test_a_disk_that_cannot_be_written_keeps_the_last_checkpoint(tmp_path):
 def test_a_finished_run_can_be_carried_on(tmp_path):
     script = "spu_continuous"
     options = [*PENDULUM, "--no-anneal-lr"]
-    for name, steps in (("long", 1200), ("short", 600)):
+    for name, steps in (("long", 1200), ("short", 700)):
         (tmp_path / name).mkdir()
         run(script, *options, "--total-timesteps", steps, cwd=tmp_path / name)
     long, short = run_dir(tmp_path / "long"), run_dir(tmp_path / "short")
@@ -274,6 +274,8 @@ def test_a_finished_run_can_be_carried_on(tmp_path):
     assert (short / "agent.pt").read_bytes() == saved
     run(script, "--resume", short, "--total-timesteps", 1200, cwd=tmp_path)
     assert_same_run(long, short)
+    evaluations = events(short)["eval/episodic_return"]
+    assert [step for step, _ in evaluations] == [600, 1200]  # the first one is not lost
 
 
 def test_another_seed_draws_anew(tmp_path):
