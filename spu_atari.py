@@ -17,26 +17,27 @@ the network to that. Let pi_k be the policy that collected the batch.
        subject to  mean KL(pi || pi_k) <= delta   and   KL(pi || pi_k)[s] <= epsilon in each state
    Theorem 1: the solution is pi_k, re-weighted,
        pi*(a|s)  proportional to  pi_k(a|s) exp(A(s, a) / lambda)
-   where lambda follows from delta or, where it binds, epsilon. Like the paper we set it by hand.
+   where lambda follows from delta, or from epsilon in a state where that binds. Like the paper we
+   use one lambda, set by hand. So this step has no code: it gives the loss its form.
 
 2. Fit the network pi_theta to pi*. Up to a term without theta,
        KL(pi_theta || pi*) = KL(pi_theta || pi_k) - (1/lambda) E_{a ~ pi_k}[ratio A]
-   with ratio = pi_theta(a|s) / pi_k(a|s). The batch samples that expectation, so pi* itself is
-   never needed. For the constraints there are two rules: a state whose KL has passed epsilon
-   drops out of the loss (eq. 18, `spu_loss`); when the mean KL has passed delta, the epochs end.
+   with ratio = pi_theta(a|s) / pi_k(a|s): a KL, known exactly as a sum over all actions, and a mean
+   over the actions of the batch. pi* itself is never computed. For the constraints there are two
+   rules: a state whose KL has passed epsilon drops out of this loss (eq. 18, `spu_loss`); when the
+   mean KL has passed delta, the epochs end.
 
-Why KL(new || old), in the paper's words the forward KL? It is large where the new policy does what
-pi_k would hardly do, and of such actions the batch knows nothing. And in this direction the fit
-splits as above, into a KL that is known exactly, a sum over the actions, and a mean over those
-that were taken.
+Why KL(new || old)? (The paper calls it forward; elsewhere it is the reverse KL.) It is large where
+the new policy does what pi_k would hardly do, and of such actions the batch tells nothing. As a
+constraint it makes pi* an exponential of A, and that makes the fit split into those two parts.
 
 Unlike in spu_continuous.py, policy and value function share a trunk: they have one loss, and their
 epochs end together. Ours, not the paper's, besides some constants: pixels are standardised, and the
 step size follows the trust region (`next_learning_rate`), so that delta sets the pace.
 
 How to read: top to bottom. `train` is Algorithm 1; what is below "Plumbing" can be skipped. For
-another constraint change `spu_loss` and its call in `joint_loss`, its options, and the rule in
-`fit` that ends the epochs.
+another constraint change `spu_loss`, its call and the measures in `joint_loss`, the rule in `fit`
+that ends the epochs, `next_learning_rate`, and the options (also in `check`).
 
     python spu_atari.py --env-id Pong                                  # train, into runs/
     python spu_atari.py --env-id Breakout --track                      # with Weights & Biases
@@ -116,11 +117,11 @@ def categorical_kl(log_probs, old_log_probs):
 
 
 def spu_loss(kl, ratio, advantages, lam, epsilon, kl_term=True):
-    """The fit of step 2; its gradient is eq. (18)."""
+    """KL(pi_theta || pi*) of step 2, up to that constant, in the accepted states: eq. (18)."""
     loss = -ratio * advantages / lam
     if kl_term:
         loss = loss + kl
-    accepted = kl <= epsilon  # the indicator
+    accepted = kl <= epsilon  # the indicator: beyond epsilon a state gives no gradient at all
     return torch.where(accepted, loss, 0.0).mean()
 
 
@@ -136,10 +137,11 @@ def gae(rewards, values, next_values, terminated, ended, gamma, gae_lambda):
 
 
 def next_learning_rate(learning_rate, kl, args):
-    """The step size grows while the trust region is far from used up, and shrinks when it is."""
+    """The step size grows while the trust region is far from used up, and shrinks when it is: by
+    the mean KL of an iteration's last epoch."""
     if kl > args.delta:
         return learning_rate / 1.5
-    if kl < args.delta / 2 < math.inf:  # without a region it stays
+    if kl < args.delta / 2 and args.delta < math.inf:  # without delta it stays
         return min(1.5 * learning_rate, 20 * args.learning_rate)
     return learning_rate
 
@@ -148,19 +150,20 @@ def next_learning_rate(learning_rate, kl, args):
 
 
 def update_moments(moments, x):
-    """Mean, standard deviation and number of all rows seen, with those of x."""
+    """Mean, standard deviation and number of all rows seen so far, x included."""
     mean, std, count = moments
     weight = len(x) / (count + len(x))
     shift = x.mean(0) - mean
     var = (1 - weight) * std**2 + weight * x.var(0, correction=0) + weight * (1 - weight) * shift**2
     mean = mean + weight * shift
-    # A floor of 1e-4 of the mean, or of 1: what never changes is not divided by 0.
+    # At least 1e-4 max(|mean|, 1): what never changes is not divided by 0.
     std = torch.maximum(var, 1e-8 * mean.square().clamp(min=1.0)).sqrt()
     return torch.stack([mean, std, count + len(x)])
 
 
 class Agent(nn.Module):
-    """The network of Mnih et al. (2015), with heads for policy and value, and pixels' moments."""
+    """The network of Mnih et al. (2015), with heads for policy and value, and each pixel's mean and
+    spread. With --no-standardize-inputs those stay 0 and 1, which makes inputs x / 255."""
 
     def __init__(self, num_actions):
         super().__init__()
@@ -207,7 +210,8 @@ class Agent(nn.Module):
 
 @torch.no_grad()
 def collect(games, agent, args, step):
-    """num_steps steps of each game with pi_k, and (step, score, length) of those that ended."""
+    """num_steps steps of each game with pi_k. Returns the batch and, for each game that was over in
+    it, (step, score, length)."""
     batch = []
     episodes = []
     for _ in range(args.num_steps):
@@ -234,9 +238,10 @@ def estimate(agent, batch, next_obs, args):
     values, rewards, ended = (x.numpy() for x in rest)
     _, values_after = agent(torch.from_numpy(next_obs))
     next_values = np.concatenate([values[1:], values_after[None].cpu()])
-    # What a time limit cuts off is in the rewards by now, so that every end is a real one.
+    # `collect` has put what a time limit cuts off into the reward: here every end is a real one. So
+    # the next value at an end, which would be the new game's, is never used.
     advantages = gae(rewards, values, next_values, ended, ended, args.gamma, args.gae_lambda)
-    value_targets = advantages + values  # TD(lambda)
+    value_targets = advantages + values  # lambda-returns
     everyones = np.concatenate(gather(advantages))
     advantages = (advantages - everyones.mean()) / (everyones.std() + 1e-8)  # lambda's unit
     data = {
@@ -291,7 +296,7 @@ def gradient_step(agent, optimizer, data, rows, args):
 def fit(agent, optimizer, data, args):
     """Epochs over the batch, in shuffled minibatches, until the mean KL exceeds delta: the mean
     of what the epoch's minibatches had, each before its step. (A pass at its end would cost a third
-    more.) Returns the means of what was measured in the last epoch, and how many there were."""
+    more.) Returns the means of what the last epoch measured, and the number of epochs."""
     size = args.minibatch_size // WORLD
     for epochs in range(1, args.max_epochs + 1):
         order = torch.randperm(len(data["obs"]))
@@ -330,7 +335,8 @@ def train(args, games, agent, optimizer, iterations_done, run_dir, writer):
             "spu/epochs_used": epochs,
         }
 
-        # Not before now: the policy that has acted had to be the policy that is fitted.
+        # Only now: the moments are part of the policy. Changed before the fit, they would move it
+        # away from pi_k, which acted. (An eighth of the batch is enough.)
         if args.standardize_inputs:
             an_eighth = torch.randperm(len(data["obs"]))[::8]
             agent.see(data["obs"][an_eighth])
@@ -383,9 +389,9 @@ class Games:
     def __init__(self, args, num_envs, seed=None, **changes):
         options = {"autoreset_mode": "SameStep", "life_loss_info": True, "reward_clipping": False}
         options["repeat_action_probability"] = args.repeat_action_probability
-        options["num_threads"] = torch.get_num_threads()  # OMP_NUM_THREADS=1 is one core for all
+        options["num_threads"] = torch.get_num_threads()  # with OMP_NUM_THREADS=1 one
         self.envs = AtariVectorEnv(rom(args.env_id), num_envs, **options, **changes)
-        if seed is None:  # a seed from torch: its generator alone decides how a run goes
+        if seed is None:  # seeded by torch, so that its generator decides everything
             seed = int(torch.randint(2**30, ()))
         self.obs, info = self.envs.reset(seed=seed)
         self.frame_numbers = info["episode_frame_number"]
@@ -412,7 +418,7 @@ def join_processes():
     """Meet the other processes. Returns torchrun's store of names and values, which survives us: a
     process that is started again finds there what was set before, the run folder, but also the
     addresses of processes that are dead. So each attempt meets under a new name that rank 0 makes
-    up, and the others know that it is the new one when rank 0 answers them."""
+    up. The others may first read an old name: that it is the new one, rank 0's answer tells."""
     store, _, _ = next(dist.rendezvous("env://"))
     me = f"{time.time_ns()}-{os.getpid()}"
     attempt = me
@@ -441,8 +447,8 @@ def gather(x):
 
 @torch.no_grad()
 def evaluate(agent, args, folder):
-    """Play games with sampled actions (always the likeliest can stall a game for ever); return
-    their scores."""
+    """Play games with sampled actions (with always the likeliest a game can stall); return their
+    scores."""
     torch.manual_seed(args.seed)
     games = Games(args, args.eval_episodes, args.seed)
     if args.capture_video:  # the first game once more, in colour: same seed, same actions
@@ -472,8 +478,9 @@ def evaluate(agent, args, folder):
 
 
 def save(run_dir, args, agent, optimizer, iterations_done):
-    """At the start and after every iteration, all but the games: they cannot be saved, and a
-    resumed run begins new ones. On the CPU, so that a machine without a GPU can load it."""
+    """At the start and after every iteration: all that was learnt, but not the games, which cannot
+    be saved. A resumed run begins new ones, with new random numbers, so it is not the unbroken run.
+    On the CPU, so that a machine without a GPU can load it."""
     state = {name: x.cpu() for name, x in agent.state_dict().items()}
     if not all(x.isfinite().all() for x in state.values()):
         cure = "try another --seed, or a new run with a lower --learning-rate"

@@ -100,10 +100,11 @@ def gae(rewards, values, next_values, terminated, ended, gamma, gae_lambda):
 
 
 def next_learning_rate(learning_rate, kl, args):
-    """The step size grows while the trust region is far from used up, and shrinks when it is."""
+    """The step size grows while the trust region is far from used up, and shrinks when it is: by
+    the mean KL of an iteration's last epoch."""
     if kl > args.delta:
         return learning_rate / 1.5
-    if kl < args.delta / 2 < math.inf:  # without a region it stays
+    if kl < args.delta / 2 and args.delta < math.inf:  # without delta it stays
         return min(1.5 * learning_rate, 20 * args.learning_rate)
     return learning_rate
 
@@ -112,19 +113,20 @@ def next_learning_rate(learning_rate, kl, args):
 
 
 def update_moments(moments, x):
-    """Mean, standard deviation and number of all rows seen, with those of x."""
+    """Mean, standard deviation and number of all rows seen so far, x included."""
     mean, std, count = moments
     weight = len(x) / (count + len(x))
     shift = x.mean(0) - mean
     var = (1 - weight) * std**2 + weight * x.var(0, correction=0) + weight * (1 - weight) * shift**2
     mean = mean + weight * shift
-    # A floor of 1e-4 of the mean, or of 1: what never changes is not divided by 0.
+    # At least 1e-4 max(|mean|, 1): what never changes is not divided by 0.
     std = torch.maximum(var, 1e-8 * mean.square().clamp(min=1.0)).sqrt()
     return torch.stack([mean, std, count + len(x)])
 
 
 class Agent(nn.Module):
-    """The network of Mnih et al. (2015), with heads for policy and value, and pixels' moments."""
+    """The network of Mnih et al. (2015), with heads for policy and value, and each pixel's mean and
+    spread. With --no-standardize-inputs those stay 0 and 1, which makes inputs x / 255."""
 
     def __init__(self, num_actions):
         super().__init__()
@@ -171,7 +173,8 @@ class Agent(nn.Module):
 
 @torch.no_grad()
 def collect(games, agent, args, step):
-    """num_steps steps of each game with pi_k, and (step, score, length) of those that ended."""
+    """num_steps steps of each game with pi_k. Returns the batch and, for each game that was over in
+    it, (step, score, length)."""
     batch = []
     episodes = []
     for _ in range(args.num_steps):
@@ -198,9 +201,10 @@ def estimate(agent, batch, next_obs, args):
     values, rewards, ended = (x.numpy() for x in rest)
     _, values_after = agent(torch.from_numpy(next_obs))
     next_values = np.concatenate([values[1:], values_after[None].cpu()])
-    # What a time limit cuts off is in the rewards by now, so that every end is a real one.
+    # `collect` has put what a time limit cuts off into the reward: here every end is a real one. So
+    # the next value at an end, which would be the new game's, is never used.
     advantages = gae(rewards, values, next_values, ended, ended, args.gamma, args.gae_lambda)
-    value_targets = advantages + values  # TD(lambda)
+    value_targets = advantages + values  # lambda-returns
     everyones = np.concatenate(gather(advantages))
     advantages = (advantages - everyones.mean()) / (everyones.std() + 1e-8)  # lambda's unit
     data = {
@@ -293,7 +297,8 @@ def train(args, games, agent, optimizer, iterations_done, run_dir, writer):
             "spu/epochs_used": epochs,
         }
 
-        # Not before now: the policy that has acted had to be the policy that is fitted.
+        # Only now: the moments are part of the policy. Changed before the fit, they would move it
+        # away from pi_k, which acted. (An eighth of the batch is enough.)
         if args.standardize_inputs:
             an_eighth = torch.randperm(len(data["obs"]))[::8]
             agent.see(data["obs"][an_eighth])
@@ -346,9 +351,9 @@ class Games:
     def __init__(self, args, num_envs, seed=None, **changes):
         options = {"autoreset_mode": "SameStep", "life_loss_info": True, "reward_clipping": False}
         options["repeat_action_probability"] = args.repeat_action_probability
-        options["num_threads"] = torch.get_num_threads()  # OMP_NUM_THREADS=1 is one core for all
+        options["num_threads"] = torch.get_num_threads()  # with OMP_NUM_THREADS=1 one
         self.envs = AtariVectorEnv(rom(args.env_id), num_envs, **options, **changes)
-        if seed is None:  # a seed from torch: its generator alone decides how a run goes
+        if seed is None:  # seeded by torch, so that its generator decides everything
             seed = int(torch.randint(2**30, ()))
         self.obs, info = self.envs.reset(seed=seed)
         self.frame_numbers = info["episode_frame_number"]
@@ -375,7 +380,7 @@ def join_processes():
     """Meet the other processes. Returns torchrun's store of names and values, which survives us: a
     process that is started again finds there what was set before, the run folder, but also the
     addresses of processes that are dead. So each attempt meets under a new name that rank 0 makes
-    up, and the others know that it is the new one when rank 0 answers them."""
+    up. The others may first read an old name: that it is the new one, rank 0's answer tells."""
     store, _, _ = next(dist.rendezvous("env://"))
     me = f"{time.time_ns()}-{os.getpid()}"
     attempt = me
@@ -404,8 +409,8 @@ def gather(x):
 
 @torch.no_grad()
 def evaluate(agent, args, folder):
-    """Play games with sampled actions (always the likeliest can stall a game for ever); return
-    their scores."""
+    """Play games with sampled actions (with always the likeliest a game can stall); return their
+    scores."""
     torch.manual_seed(args.seed)
     games = Games(args, args.eval_episodes, args.seed)
     if args.capture_video:  # the first game once more, in colour: same seed, same actions
@@ -435,8 +440,9 @@ def evaluate(agent, args, folder):
 
 
 def save(run_dir, args, agent, optimizer, iterations_done):
-    """At the start and after every iteration, all but the games: they cannot be saved, and a
-    resumed run begins new ones. On the CPU, so that a machine without a GPU can load it."""
+    """At the start and after every iteration: all that was learnt, but not the games, which cannot
+    be saved. A resumed run begins new ones, with new random numbers, so it is not the unbroken run.
+    On the CPU, so that a machine without a GPU can load it."""
     state = {name: x.cpu() for name, x in agent.state_dict().items()}
     if not all(x.isfinite().all() for x in state.values()):
         cure = "try another --seed, or a new run with a lower --learning-rate"

@@ -50,13 +50,13 @@ class Args:
     num_steps: int = 2048  # environment steps in a batch
     minibatch_size: int = 64  # samples per gradient step; an incomplete last one is dropped
     learning_rate: float = 3e-4  # Adam's step size
-    anneal_lr: bool = True  # lower it linearly to 0 over the run
+    anneal_lr: bool = True  # lower it linearly to 0 over the run (if you extend that, it jumps up)
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of the advantage estimates and of the value targets
     initial_log_std: float = -1.0  # log of the policy's first standard deviation (paper: 0)
     scale_actions: bool = True  # the policy's -1 to 1 is the action space's low to high (paper: no)
-    clip_actions: bool = False  # clip actions to the action space, if the environment insists
-    bootstrap_truncation: bool = True  # a time limit is no end: add the value there (paper: no)
+    clip_actions: bool = False  # clip to the action space, for environments that refuse others
+    bootstrap_truncation: bool = True  # at a time limit, no real end, add the value (paper: no)
     # The machine and the record
     compile: bool = True  # compile the gradient step: some seconds, then training is 3x as fast
     track: bool = False  # log to Weights & Biases too (WANDB_PROJECT, WANDB_MODE=offline, ...)
@@ -115,8 +115,8 @@ def forward(params, x, tanh=torch.tanh):
 
 
 class Network(nn.Module):
-    """The parameters of `forward`, Adam's two moments of each, and a gradient step on them. All
-    parameters are one vector: each tensor costs a compiled step about half a microsecond."""
+    """The parameters of `forward`, what Adam remembers of them, and a gradient step. They are one
+    vector: a compiled step spends half a microsecond on each tensor that it is given."""
 
     def __init__(self, num_inputs, num_outputs, head_norm, loss, **more):
         super().__init__()
@@ -130,7 +130,7 @@ class Network(nn.Module):
         params["w3"] *= head_norm
         self.shapes = {name: tuple(p.shape) for name, p in params.items()}
         vector = torch.cat([p.flatten() for p in params.values()])
-        self.vector = nn.Parameter(vector, requires_grad=False)  # gradients are torch.func.grad's
+        self.vector = nn.Parameter(vector, requires_grad=False)  # `step` takes the gradient
         self.register_buffer("m", torch.zeros_like(vector))
         self.register_buffer("v", torch.zeros_like(vector))
         self.register_buffer("steps_done", torch.zeros(()))
@@ -140,17 +140,18 @@ class Network(nn.Module):
         return split(self.vector, self.shapes)
 
     def outputs(self, inputs):
-        """For an array of inputs; in numpy, which takes a third of torch's time here."""
+        """What the network makes of an array of inputs; in numpy, in a third of torch's time."""
         return forward({name: p.numpy() for name, p in self.params.items()}, inputs, np.tanh)
 
     def step(self, learning_rate, data, rows, args):
-        """One step of Adam (betas 0.9, 0.999; eps 1e-5) on these rows. By hand, it compiles into
-        one graph with the loss and its gradient: 60 microseconds. Eager, torch.optim takes 1000."""
+        """One step of Adam (betas 0.9, 0.999; eps 1e-5) on these rows. Written by hand, because
+        torch.optim's does not compile into one graph with the loss and its gradient. That graph
+        takes 60 microseconds; uncompiled, with torch.optim, a step takes 1000."""
 
-        def loss(vector):
+        def loss_at(vector):
             return self.loss(split(vector, self.shapes), data, rows, args)
 
-        gradient = torch.func.grad(loss)(self.vector)
+        gradient = torch.func.grad(loss_at)(self.vector)
         self.m.lerp_(gradient, 1 - 0.9)
         self.v.lerp_(gradient * gradient, 1 - 0.999)
         self.steps_done.add_(1)
@@ -202,9 +203,9 @@ class Agent(nn.Module):
 
 
 class Actor:
-    """The policy as it stands, in numpy: on a single observation a call of torch costs more than
-    its arithmetic. An action takes 7 microseconds, in torch 30. Parameters share torch's memory;
-    the moments are replaced after each batch, so make an Actor for each."""
+    """The policy in numpy: on a single observation a call of torch costs more than its arithmetic.
+    An action takes 7 microseconds, in torch 30. The parameters are torch's own memory, but the
+    normaliser's mean and spread are those of now: each batch has a new Actor."""
 
     def __init__(self, agent, action_space):
         self.space = action_space
@@ -232,7 +233,7 @@ def collect(env, agent, args, obs, step, writer):
     noise = (std * torch.randn(args.num_steps, len(std))).numpy()
     batch = []
     for t in range(args.num_steps):
-        if obs is None:  # a seed from torch: its generator alone decides how a run goes
+        if obs is None:  # seeded by torch, so that its generator decides everything
             obs, _ = env.reset(seed=int(torch.randint(2**31, ())))
             obs = obs.copy()
         action = actor.mean(obs) + noise[t]
@@ -263,7 +264,7 @@ def estimate(agent, batch, args):
     if not args.bootstrap_truncation:
         terminated = ended
     advantages = gae(rewards, values, next_values, terminated, ended, args.gamma, args.gae_lambda)
-    targets = torch.tensor(advantages + values)[:, None]  # TD(lambda)
+    targets = torch.tensor(advantages + values)[:, None]  # lambda-returns
     agent.value_moments = update_moments(agent.value_moments, targets)
     mean, std, _ = agent.value_moments
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # lambda's unit
@@ -273,7 +274,8 @@ def estimate(agent, batch, args):
         "advantages": torch.tensor(advantages).float(),
         "value_targets": ((targets - mean) / std).float(),
         # pi_k is evaluated anew: the normaliser has just changed, and with it what the network
-        # makes of a state. So the fit begins at ratio 1 and KL 0, as in the paper's code.
+        # makes of a state. So the fit begins at ratio 1 and KL 0, as in the paper's code. (That
+        # the actions were drawn before the change is neglected; it gets small soon.)
         "old_mean": torch.tensor(agent.policy.outputs(inputs)),
         "old_log_std": agent.policy.params["log_std"].clone(),
     }
@@ -301,7 +303,8 @@ def epoch(network, learning_rate, data, args):
 
 
 def fit(agent, learning_rate, data, args):
-    """The policy's epochs end when the mean KL exceeds target_kl; the value function has them all.
+    """The policy's epochs end when the mean KL exceeds target_kl; the value function always has
+    max_epochs.
     Returns the KL of each state, and how many epochs the policy had."""
     for epochs in range(1, args.max_epochs + 1):
         epoch(agent.policy, learning_rate, data, args)
@@ -318,12 +321,13 @@ def fit(agent, learning_rate, data, args):
 def train(args, env, agent, iterations_done, run_dir, writer):
     """Algorithm 1 of the SPU paper, with PPO's fit."""
     num_iterations = args.total_timesteps // args.num_steps
-    bar = tqdm(total=num_iterations * args.num_steps, unit=" steps")
-    bar.update(iterations_done * args.num_steps)
+    scale = {"unit": " steps", "unit_scale": args.num_steps}
+    left = range(iterations_done, num_iterations)
+    bar = tqdm(left, initial=iterations_done, total=num_iterations, **scale)
     obs = None
-    for iteration in range(iterations_done, num_iterations):
+    for iteration in bar:
         start = time.time()
-        learning_rate = torch.tensor(args.learning_rate)
+        learning_rate = torch.tensor(args.learning_rate)  # a compiled step would keep a number
         if args.anneal_lr:
             learning_rate *= 1 - iteration / num_iterations
 
@@ -351,8 +355,6 @@ def train(args, env, agent, iterations_done, run_dir, writer):
         save(run_dir, args, agent, iteration + 1)
         recent = np.mean(env.return_queue or math.nan)  # of the last 100 episodes
         bar.set_postfix_str(f"return {recent:.6g}, KL {kl.mean():.4f}, {epochs} epochs")
-        bar.update(args.num_steps)
-    bar.close()
 
 
 # =================================================================== Plumbing
@@ -378,7 +380,7 @@ def make_env(args):
             raise TypeError(f"its actions are {env.action_space}, and must be a Box of floats")
         if env.observation_space.shape is None:
             raise TypeError(f"its observations, {env.observation_space}, make no vector")
-        env.reset(seed=args.seed)
+        env.reset(seed=args.seed)  # a trial
         if draw and hasattr(env.unwrapped, "mujoco_renderer"):
             # The last camera follows the robot; -1, where there is none, stands still.
             env.unwrapped.mujoco_renderer.camera_id = env.unwrapped.model.ncam - 1
@@ -405,7 +407,8 @@ def compile_steps(agent):
         print(f"It does not compile here, so training is slower: {error!r:.200}")
         return
     for network in (agent.policy, agent.value):
-        # isolate_recompiles: both are the same method, and without checks would share its code.
+        # isolate_recompiles: the networks share this method. Without checks, the second would run
+        # what was compiled for the first.
         how = {"fullgraph": True, "isolate_recompiles": True, "options": options}
         network.step = torch.compile(network.step, **how)
 
@@ -435,8 +438,8 @@ def evaluate(agent, args, folder):
 
 def save(run_dir, args, agent, iterations_done):
     """At the start and after every iteration: options, networks with Adam's moments, normalisers,
-    random generator. Not the environment's state: a resumed run begins a new episode. If the
-    unbroken one, with the same options, did so there too, both agree to the bit."""
+    random generator. Not the environment's state: a resumed run begins a new episode. It equals an
+    unbroken run, to the bit, if that began an episode there too (and had the same options)."""
     if not all(x.isfinite().all() for x in agent.state_dict().values()):
         cure = "try another --seed, or a new run with a lower --learning-rate"
         raise FloatingPointError(f"The agent is NaN or infinite: {cure}.")

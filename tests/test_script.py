@@ -218,6 +218,18 @@ def test_a_stopped_run_says_how_to_go_on_and_loses_at_most_an_iteration(tmp_path
     run("spu_continuous", *resume, "--total-timesteps", total, cwd=cwd)
 
 
+def test_ctrl_c_in_an_evaluation_ends_it_quietly(tmp_path):
+    """The environment presses it at its 500th step: in the evaluation after 400 steps of training, or in --evaluate."""
+    env = ["--env-id", "toy_envs:Quit-v0"]
+    options = ["--num-steps", 200, "--total-timesteps", 400, "--max-epochs", 1, "--no-compile"]
+    done = run("spu_continuous", *env, *options, "--eval-episodes", 200, cwd=tmp_path, code=130)
+    agent = run_dir(tmp_path) / "agent.pt"
+    assert iterations_done(agent.parent) == 2 and "Traceback" not in done.stderr
+    assert f"The run is done; to play it: --evaluate {agent.relative_to(tmp_path)}" in done.stdout
+    done = run("spu_continuous", "--evaluate", agent, *env, cwd=tmp_path, code=130)
+    assert not done.stdout and "Traceback" not in done.stderr
+
+
 def test_a_second_process_on_the_same_run_is_refused(tmp_path):
     process = start(tmp_path, "spu_continuous", *PENDULUM, "--total-timesteps", 1_000_000)
     wait_for_a_checkpoint(process, tmp_path)

@@ -1,5 +1,8 @@
 """Small environments with known answers. A script makes them with --env-id toy_envs:NAME."""
 
+import os
+import signal
+
 import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, Graph
@@ -65,6 +68,18 @@ class Broken(Constant):
             obs = {"nan": obs + np.nan, "inf": obs + np.inf}.get(self.what, obs)
             reward = {"reward": float("nan")}.get(self.what, reward)
         return obs, reward, False, Broken.steps % 50 == 0, {}
+
+
+class Quit(Constant):
+    """Presses Ctrl-C at its 500th step."""
+
+    steps = 0
+
+    def step(self, action):
+        Quit.steps += 1
+        if Quit.steps == 500:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().step(action)
 
 
 class SameArray(Constant):
@@ -176,5 +191,6 @@ gym.register("Odd-v0", Odd)
 gym.register("Strict-v0", Odd, kwargs={"strict": True})
 gym.register("Graphs-v0", Graphs)
 gym.register("SameArray-v0", SameArray)
+gym.register("Quit-v0", Quit, max_episode_steps=5)
 for what in ("nan", "inf", "reward", "raise"):
     gym.register(f"Broken-{what}-v0", Broken, kwargs={"what": what}, disable_env_checker=True)
