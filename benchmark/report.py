@@ -95,6 +95,7 @@ class Data:
     random: dict  # {task: mean} of the random policy
     published: dict  # {task: {column of published.csv: number}}
     speed: list  # the rows of speed.csv
+    agents: list  # the rows of agents.csv
 
     @property
     def scores(self):  # {group: {task: {seed: score}}}
@@ -108,7 +109,8 @@ class Data:
 
 def load(results):
     """Everything in the folder, and the published numbers."""
-    data = Data({}, {}, {}, {}, read_rows(results / "speed.csv"))
+    agents = results.parent / "agents" / "agents.csv"
+    data = Data({}, {}, {}, {}, read_rows(results / "speed.csv"), read_rows(agents))
     for path in sorted(results.glob("reported/*/*__*.csv")):
         group = path.parent.name
         task, seed = path.stem.rsplit("__", 1)
@@ -521,6 +523,21 @@ def games_table(data):
     return markdown(header, rows, sentence)
 
 
+def agents_table(data):
+    """A row per agent in benchmark/agents/."""
+    rows = []
+    for row in data.agents:
+        which = f"{row['seed']} of {row['seeds']}" if row["seeds"] != "1" else row["seed"]
+        score, evaluation = (number(float(row[x])) for x in ("training_score", "evaluation"))
+        rows.append([f"[{row['task']}](agents/{row['task']}.pt)", which, score, evaluation])
+    header = ["agent", "seed", "in training", "in evaluation"]
+    sentence = (
+        "The median seed of those that are finished; mean return of its last 100 episodes of "
+        "training, and of the 10 episodes that `--evaluate` plays."
+    )
+    return markdown(header, rows, sentence)
+
+
 TABLES = {
     "scores": scores_table,
     "improvement": improvement_table,
@@ -531,6 +548,7 @@ TABLES = {
     "pong": pong_table,
     "without": without_table,
     "games": games_table,
+    "agents": agents_table,
 }
 
 

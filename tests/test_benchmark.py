@@ -139,6 +139,15 @@ def test_the_agent_of_the_median_seed_is_kept_and_plays_as_it_did(tmp_path):
     assert again == played
 
 
+@pytest.mark.parametrize("task", ["HalfCheetah-v4", "InvertedDoublePendulum-v4", "Swimmer-v4"])
+def test_an_agent_of_the_repository_plays_as_its_table_says(task, tmp_path):
+    folder = ROOT / "benchmark" / "agents"
+    (row,) = [row for row in csv.DictReader((folder / "agents.csv").open()) if row["task"] == task]
+    said = run("spu_continuous", "--evaluate", folder / f"{task}.pt", cwd=tmp_path).stdout
+    score = float(re.search(r"return (\S+) ±", said).group(1))
+    assert score == pytest.approx(float(row["evaluation"]), rel=0.05)
+
+
 def test_an_unknown_group_is_refused(runner, monkeypatch):
     with pytest.raises(SystemExit, match="There is no group large: the plan has small"):
         main(monkeypatch, "large")

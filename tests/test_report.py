@@ -33,6 +33,10 @@ for number, (spu_30, our_ppo) in enumerate([(3000, 5500), (3300, 6000), (5000, 5
     SPEED += f"Hopper-v4,{number},spu,10,5000,\nHopper-v4,{number},sb3_ppo,10,1000,\n"
     SPEED += f"Hopper-v4,{number},plain_ppo,10,900,\nHopper-v4,{number},our_ppo,10,{our_ppo},\n"
     SPEED += f"Hopper-v4,{number},spu,30,{spu_30},{400 + 10 * number}\n"
+AGENTS = """task,script,seed,seeds,training_score,evaluation
+Hopper-v4,spu_continuous.py,2,3,1842.0,1950.5
+Pong,spu_atari.py,1,1,20.04,19.6
+"""
 STEP = 204_800
 
 
@@ -97,6 +101,8 @@ def made_up(tmp_path_factory):
     add(results, "sb3_ppo", "Hopper-v4", 7, 142, 1000, 1442)
     (results / "random.csv").write_text(RANDOM)
     (results / "speed.csv").write_text(SPEED)
+    (folder / "benchmark" / "agents").mkdir()
+    (folder / "benchmark" / "agents" / "agents.csv").write_text(AGENTS)
     (folder / "README.md").write_text(markers("scores", "improvement"))
     others = [name for name in report.TABLES if name not in ("scores", "improvement")]
     (folder / "benchmark" / "README.md").write_text(markers(*others))
@@ -210,6 +216,13 @@ def test_atari_tables(made_up):
     assert "SPU wins 2, ties (within 5%) 1 and loses 1; on average +40 %." in footnote
 
 
+def test_the_table_of_agents_has_seed_and_scores(made_up):
+    (_, hopper, pong), footnote = table(made_up, "agents")
+    assert hopper == ["[Hopper-v4](agents/Hopper-v4.pt)", "2 of 3", "1842", "1950"]
+    assert pong == ["[Pong](agents/Pong.pt)", "1", "20.0", "19.6"]
+    assert "median seed" in footnote
+
+
 def test_pictures_are_drawn_and_small(made_up):
     names = ["learning_curves", "learning_curves_variants", "learning_curves_atari"]
     for name in [*names, "improvement", "minutes", "sensitivity"]:
@@ -224,9 +237,9 @@ def test_pictures_are_drawn_and_small(made_up):
 def test_the_picture_of_the_kl_has_both_algorithms(tmp_path):
     curve = np.array([[STEP * i, 1.0, 0.02] for i in range(1, 40)])
     runs = {group: {"Hopper-v4": {1: curve}} for group in ("spu", "ppo")}
-    report.draw_kl(report.Data(runs, {}, {}, {}, []), tmp_path / "kl.png")
+    report.draw_kl(report.Data(runs, {}, {}, {}, [], []), tmp_path / "kl.png")
     assert (tmp_path / "kl.png").stat().st_size > 3000
-    report.draw_kl(report.Data({"spu": runs["spu"]}, {}, {}, {}, []), tmp_path / "none.png")
+    report.draw_kl(report.Data({"spu": runs["spu"]}, {}, {}, {}, [], []), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
 
 
