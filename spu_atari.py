@@ -41,7 +41,7 @@ that ends the epochs, `next_learning_rate`, and the options (also in `check`).
 
     python spu_atari.py --env-id Pong                                  # train, into runs/
     python spu_atari.py --env-id Breakout --track                      # with Weights & Biases
-    python spu_atari.py --resume runs/RUN                              # go on where it ended
+    python spu_atari.py --resume runs/RUN                              # go on where it stopped
     python spu_atari.py --evaluate runs/RUN/agent.pt --capture-video   # watch the agent
 
 Several processes can share the work, on several machines too (torchrun's --nnodes and --rdzv-...).
@@ -117,7 +117,7 @@ def categorical_kl(log_probs, old_log_probs):
 
 
 def spu_loss(kl, ratio, advantages, lam, epsilon, kl_term=True):
-    """KL(pi_theta || pi*) of step 2, up to that constant, in the accepted states: eq. (18)."""
+    """KL(pi_theta || pi*) of step 2, in the accepted states; its gradient is eq. (18)."""
     loss = -ratio * advantages / lam
     if kl_term:
         loss = loss + kl

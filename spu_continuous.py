@@ -41,7 +41,7 @@ that ends the epochs, and where their options are named (`Args`, `estimate`, `tr
 
     python spu_continuous.py --env-id HalfCheetah-v4                        # train, into runs/
     python spu_continuous.py --env-id Hopper-v4 --track                     # with Weights & Biases
-    python spu_continuous.py --resume runs/RUN                              # go on where it ended
+    python spu_continuous.py --resume runs/RUN                              # go on where it stopped
     python spu_continuous.py --evaluate runs/RUN/agent.pt --capture-video   # watch the agent
 """
 
@@ -70,7 +70,7 @@ class Args:
     env_id: str = "HalfCheetah-v4"  # a gymnasium environment with continuous (Box) actions
     seed: int = 1  # of the environment, the networks, the noise and the minibatches
     total_timesteps: int = 1_000_000  # environment steps, in whole batches
-    # The algorithm; in brackets the paper's own values, if ours differ or could be taken for it
+    # The algorithm, and the paper's values
     lam: float = 1.3  # lambda, in standard deviations of the batch's advantages (paper: 1.3)
     epsilon: float = 0.03  # nats; a state whose KL exceeds it drops out (paper: 0.05)
     delta: float = 0.02  # nats; the policy's epochs end when the mean KL exceeds it (paper: 0.042)
@@ -113,7 +113,7 @@ def gaussian_kl(mean, log_std, other_mean, other_log_std):
 
 
 def spu_loss(kl, ratio, advantages, lam, epsilon, kl_term=True):
-    """KL(pi_theta || pi*) of step 2, up to that constant, in the accepted states: eq. (18)."""
+    """KL(pi_theta || pi*) of step 2, in the accepted states; its gradient is eq. (18)."""
     loss = -ratio * advantages / lam
     if kl_term:
         loss = loss + kl
@@ -149,8 +149,8 @@ def forward(params, x, tanh=torch.tanh):
 
 
 class Network(nn.Module):
-    """The parameters of `forward`, what Adam remembers of them, and a gradient step. They are one
-    vector: a compiled step spends half a microsecond on each tensor that it is given."""
+    """The parameters of `forward` as one vector, what Adam remembers of them, and a gradient step.
+    One, because a compiled step spends half a microsecond on each tensor that it is given."""
 
     def __init__(self, num_inputs, num_outputs, head_norm, loss, **more):
         super().__init__()
@@ -178,9 +178,9 @@ class Network(nn.Module):
         return forward({name: p.numpy() for name, p in self.params.items()}, inputs, np.tanh)
 
     def step(self, learning_rate, data, rows, args):
-        """One step of Adam (betas 0.9, 0.999; eps 1e-5) on these rows. Written by hand, because
-        torch.optim's does not compile into one graph with the loss and its gradient. That graph
-        takes 60 microseconds; uncompiled, with torch.optim, a step takes 1000."""
+        """One step of Adam (betas 0.9, 0.999; eps 1e-5) on these rows of what `estimate` returns.
+        Written by hand, as torch.optim's does not compile into one graph with the loss and its
+        gradient. That graph takes 60 microseconds; uncompiled, with torch.optim, a step 1000."""
 
         def loss_at(vector):
             return self.loss(split(vector, self.shapes), data, rows, args)
@@ -298,10 +298,10 @@ def estimate(agent, batch, args):
     if not args.bootstrap_truncation:
         terminated = ended
     advantages = gae(rewards, values, next_values, terminated, ended, args.gamma, args.gae_lambda)
-    targets = torch.tensor(advantages + values)[:, None]  # lambda-returns
+    targets = torch.tensor(advantages + values)[:, None]  # lambda-returns, of gae_lambda
     agent.value_moments = update_moments(agent.value_moments, targets)
     mean, std, _ = agent.value_moments
-    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # lambda's unit
+    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # the unit of lam
     return {
         "inputs": torch.tensor(inputs),
         "actions": torch.tensor(actions),
@@ -342,8 +342,8 @@ def epoch(network, learning_rate, data, args):
 
 
 def fit(agent, learning_rate, data, args):
-    """The policy's epochs end when the mean KL exceeds delta. The value function always has
-    max_epochs or, with joint_stopping, as many as the policy had.
+    """The policy's epochs end after one at whose end the mean KL exceeds delta. The value function
+    always has max_epochs or, with joint_stopping, as many as the policy had.
     Returns the KL of each state, and how many epochs the policy had."""
     for epochs in range(1, args.max_epochs + 1):
         epoch(agent.policy, learning_rate, data, args)

@@ -159,8 +159,8 @@ def forward(params, x, tanh=torch.tanh):
 
 
 class Network(nn.Module):
-    """The parameters of `forward`, what Adam remembers of them, and a gradient step. They are one
-    vector: a compiled step spends half a microsecond on each tensor that it is given."""
+    """The parameters of `forward` as one vector, what Adam remembers of them, and a gradient step.
+    One, because a compiled step spends half a microsecond on each tensor that it is given."""
 
     def __init__(self, num_inputs, num_outputs, head_norm, loss, **more):
         super().__init__()
@@ -188,9 +188,9 @@ class Network(nn.Module):
         return forward({name: p.numpy() for name, p in self.params.items()}, inputs, np.tanh)
 
     def step(self, learning_rate, data, rows, args):
-        """One step of Adam (betas 0.9, 0.999; eps 1e-5) on these rows. Written by hand, because
-        torch.optim's does not compile into one graph with the loss and its gradient. That graph
-        takes 60 microseconds; uncompiled, with torch.optim, a step takes 1000."""
+        """One step of Adam (betas 0.9, 0.999; eps 1e-5) on these rows of what `estimate` returns.
+        Written by hand, as torch.optim's does not compile into one graph with the loss and its
+        gradient. That graph takes 60 microseconds; uncompiled, with torch.optim, a step 1000."""
 
         def loss_at(vector):
             return self.loss(split(vector, self.shapes), data, rows, args)
@@ -308,10 +308,10 @@ def estimate(agent, batch, args):
     if not args.bootstrap_truncation:
         terminated = ended
     advantages = gae(rewards, values, next_values, terminated, ended, args.gamma, args.gae_lambda)
-    targets = torch.tensor(advantages + values)[:, None]  # lambda-returns
+    targets = torch.tensor(advantages + values)[:, None]  # lambda-returns, of gae_lambda
     agent.value_moments = update_moments(agent.value_moments, targets)
     mean, std, _ = agent.value_moments
-    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # lambda's unit
+    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     return {
         "inputs": torch.tensor(inputs),
         "actions": torch.tensor(actions),
