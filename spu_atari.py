@@ -67,6 +67,7 @@ import torch
 import torch.distributed as dist
 import tyro
 from ale_py.vector_env import AtariVectorEnv
+from filelock import FileLock, Timeout  # torch needs it too
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -512,20 +513,6 @@ def load(path):
         refuse(f"{path} is no agent.pt of a run of this version of {SCRIPT}.py.")
 
 
-def lock(run_dir):
-    """Refuse a folder in which another process trains. The lock ends with its process."""
-    file = open(run_dir / "lock", "w")
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:  # Windows
-        pass
-    except BlockingIOError:
-        refuse(f"Another process trains in {run_dir}.")
-    return file
-
-
 def check(args):
     """Refuse what cannot work, before anything is written."""
     batch_size = args.num_envs * args.num_steps
@@ -616,7 +603,11 @@ def main():
     writer = None
     if RANK == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
-        held = lock(run_dir)
+        lock = FileLock(run_dir / "lock", blocking=False)  # it ends with its process
+        try:
+            lock.acquire()
+        except Timeout:
+            refuse(f"Another process trains in {run_dir}.")
         save(run_dir, args, agent, optimizer, iterations_done)
         store.set("run_dir", str(run_dir))
     print(f"Training in {run_dir}. {go_on}")
@@ -642,7 +633,6 @@ def main():
             last_step = args.total_timesteps // batch_size * batch_size
             writer.add_scalar("eval/episodic_return", np.mean(returns), last_step)
             writer.close()
-            held.close()
     except KeyboardInterrupt:
         print(f"\nStopped. {go_on}")
         raise

@@ -58,6 +58,7 @@ import mujoco
 import numpy as np
 import torch
 import tyro
+from filelock import FileLock, Timeout  # torch needs it too
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -506,20 +507,6 @@ def load(path):
         refuse(f"{path} is no agent.pt of a run of this version of {SCRIPT}.py.")
 
 
-def lock(run_dir):
-    """Refuse a folder in which another process trains. The lock ends with its process."""
-    file = open(run_dir / "lock", "w")
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:  # Windows
-        pass
-    except BlockingIOError:
-        refuse(f"Another process trains in {run_dir}.")
-    return file
-
-
 def check(args):
     """Refuse what cannot work, before anything is written."""
     rules = [
@@ -589,7 +576,11 @@ def main():
     command = ["python", sys.argv[0], "--env-id", args.env_id, "--resume", str(run_dir)]
     go_on = f"To go on from the last checkpoint: {shlex.join(command)}"
     run_dir.mkdir(parents=True, exist_ok=True)
-    held = lock(run_dir)
+    lock = FileLock(run_dir / "lock", blocking=False)  # it ends with its process
+    try:
+        lock.acquire()
+    except Timeout:
+        refuse(f"Another process trains in {run_dir}.")
     save(run_dir, args, agent, iterations_done)  # so that the next line is true at once
     print(f"Training in {run_dir}. {go_on}")
     try:
@@ -607,7 +598,6 @@ def main():
         last_step = args.total_timesteps // args.num_steps * args.num_steps
         writer.add_scalar("eval/episodic_return", np.mean(returns), last_step)
         writer.close()
-        held.close()
     except KeyboardInterrupt:
         print(f"\nStopped. {go_on}")
         raise

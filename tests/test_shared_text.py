@@ -95,7 +95,7 @@ def test_atari_shares_what_does_not_depend_on_pixels():
     reference, atari = parts("spu_continuous"), parts("spu_atari")
     own = [name for name in atari if not name.startswith(("import", "from"))]
     same = {name for name in own if atari[name] == reference.get(name)}
-    assert same >= {"refuse", "spu_loss", "load", "lock"}
+    assert same >= {"refuse", "spu_loss", "load"}
 
 
 def test_ppo_on_atari_differs_in_its_update_alone():
