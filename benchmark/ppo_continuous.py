@@ -46,7 +46,8 @@ class Args:
     # The algorithm
     clip: float = 0.2  # a ratio this far from 1, in its advantage's direction, gives no gradient
     target_kl: float = math.inf  # the policy's epochs end when the mean KL exceeds it (inf: never)
-    max_epochs: int = 4  # the most passes over a batch
+    max_epochs: int = 4  # the most passes of the policy over a batch
+    value_epochs: int = 10  # passes of the value function, as many as SPU's has
     # What SPU shares with PPO
     num_steps: int = 2048  # environment steps in a batch
     minibatch_size: int = 64  # samples per gradient step; an incomplete last one is dropped
@@ -305,7 +306,7 @@ def epoch(network, learning_rate, data, args):
 
 def fit(agent, learning_rate, data, args):
     """The policy's epochs end when the mean KL exceeds target_kl; the value function always has
-    max_epochs.
+    value_epochs.
     Returns the KL of each state, and how many epochs the policy had."""
     for epochs in range(1, args.max_epochs + 1):
         epoch(agent.policy, learning_rate, data, args)
@@ -314,7 +315,7 @@ def fit(agent, learning_rate, data, args):
         kl = gaussian_kl(*new, data["old_mean"], data["old_log_std"])
         if kl.mean() > args.target_kl:
             break
-    for _ in range(args.max_epochs):
+    for _ in range(args.value_epochs):
         epoch(agent.value, learning_rate, data, args)
     return kl, epochs
 
@@ -471,6 +472,7 @@ def check(args):
     """Refuse what cannot work, before anything is written."""
     rules = [
         ("num_steps minibatch_size max_epochs eval_episodes", lambda x: x >= 1, "at least 1"),
+        ("value_epochs", lambda x: x >= 1, "at least 1"),
         ("clip learning_rate", lambda x: 0 < x < math.inf, "a positive, finite number"),
         ("target_kl", lambda x: x > 0, "positive (inf: no limit)"),
         ("initial_log_std", math.isfinite, "a finite number"),

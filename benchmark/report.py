@@ -71,6 +71,7 @@ GAMES = {"spu": ["pong_spu", "breakout_spu", "games_spu"]}
 GAMES |= {"ppo": ["pong_ppo", "breakout_ppo", "games_ppo"]}
 WITHOUT = {
     "inputs": "inputs standardised (x / 255 instead)",
+    "inputs_and_step_size": "inputs standardised and the step size that follows δ (both as above)",
     "step_size": "the step size that follows δ (annealed from 1e-4 instead)",
     "games": "32 games (8 × 256 steps, minibatches of 512 instead)",
     "region": "ε 0.06 (the paper's 0.0154 instead)",

@@ -15,6 +15,7 @@ its header counts the sittings.
 """
 
 import csv
+import math
 import os
 import shlex
 import subprocess
@@ -85,9 +86,11 @@ PLAN = {
     "reported/games_spu": ("spu_atari", GAMES, SEEDS[:1], MILLIONS.format(1)),
     "reported/games_ppo": ("benchmark/ppo_atari", GAMES, SEEDS[:1], MILLIONS.format(1)),
 }
-# Which of four changes makes Atari play? Each run is without one of them, to 450,000 steps.
+# Which of four changes makes Atari play? Each run is without one of them, or without two that need
+# each other, to 450,000 steps.
 WITHOUT = {
     "inputs": "--no-standardize-inputs",
+    "inputs_and_step_size": "--no-standardize-inputs --no-adapt-lr --learning-rate 1e-4",
     "step_size": "--no-adapt-lr --learning-rate 1e-4",
     "games": "--num-envs 8 --num-steps 256 --minibatch-size 512",
     "region": "--delta 0.02 --epsilon 0.0154",
@@ -100,6 +103,7 @@ PLAN["reported/pong_processes"] = ("spu_atari", ["Pong"], SEEDS[:1], "--total-ti
 LAUNCHERS = {"reported/pong_processes": "-m torch.distributed.run --standalone --nproc-per-node 2"}
 # Part 2 of PROTOCOL.md: six settings of each algorithm's own constants. Seeds from 101 on are for
 # tuning, and no result.
+PPO_EPOCHS = "--max-epochs {} --value-epochs {}"
 SETTINGS = {
     ("spu", "spu_continuous", "--delta {} --epsilon {} --lam {} --max-epochs {}"): [
         (0.02, 0.03, 1.3, 10),
@@ -109,13 +113,13 @@ SETTINGS = {
         (0.02, 0.03, 2.0, 10),
         (0.02, 0.03, 1.3, 20),
     ],
-    ("ppo", "benchmark/ppo_continuous", "--clip {} --max-epochs {} --target-kl {}"): [
-        (0.2, 10, "inf"),
-        (0.1, 10, "inf"),
-        (0.3, 10, "inf"),
-        (0.2, 4, "inf"),
-        (0.2, 10, 0.01),
-        (0.2, 10, 0.03),
+    ("ppo", "benchmark/ppo_continuous", f"--clip {{}} {PPO_EPOCHS} --target-kl {{}}"): [
+        (0.2, 10, 10, "inf"),
+        (0.1, 10, 10, "inf"),
+        (0.3, 10, 10, "inf"),
+        (0.2, 4, 4, "inf"),
+        (0.2, 10, 10, 0.01),
+        (0.2, 10, 10, 0.03),
     ],
     ("trpo", "benchmark/trpo_continuous", "--delta {} --max-epochs {}"): [
         (0.01, 10),
@@ -129,6 +133,17 @@ SETTINGS = {
 for (name, script, flags), settings in SETTINGS.items():
     for number, constants in enumerate(settings, start=1):
         PLAN[f"tuning/{name}_{number}"] = (script, TUNING, [101], flags.format(*constants))
+# Part 4: PPO with all of SPU's epochs for the value function, TRPO without annealing, and PPO
+# without the lever that gained SPU most.
+AFTERWARDS = {
+    "ppo_7": ("benchmark/ppo_continuous", "--max-epochs 4 --value-epochs 10"),
+    "trpo_7": ("benchmark/trpo_continuous", "--delta 0.03 --no-anneal-lr"),
+}
+for name, (script, flags) in AFTERWARDS.items():
+    PLAN[f"tuning/{name}"] = (script, TUNING, [101, 102], flags)
+PLAN["tuning/ppo_log_std_0"] = ("benchmark/ppo_continuous", TUNING, [101], "--initial-log-std 0")
+PPO_512 = "--minibatch-size 512 --total-timesteps 400000"
+PLAN["tuning/pong_ppo_512"] = ("benchmark/ppo_atari", ["Pong"], [101], PPO_512)
 # L-infinity without and with a brake, on two tasks.
 BRAKE = ["Reacher-v4", "Hopper-v4"]
 PLAN["tuning/linf_1"] = ("spu_linf", BRAKE, [101, 102], "--max-kl inf")
@@ -223,8 +238,11 @@ def run(group, env, seed):
 
 def commit():
     """Of the scripts that run, with a + if they are not as committed."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    status = [*git, "status", "--porcelain", "--untracked-files=no", "*.py"]
+    changed = subprocess.run(status, capture_output=True, text=True).stdout
+    return (head.stdout.strip() or "unknown") + "+" * bool(changed)
 
 
 def training_time(run_dir):
@@ -250,7 +268,9 @@ def keep(group, env, seed, run_dir):
     kls = accumulator.Scalars("spu/kl_mean")
     # How many episodes had ended by then.
     counts = np.searchsorted([x.step for x in episodes], [x.step for x in kls], "right")
-    evaluation = accumulator.Scalars("eval/episodic_return")[-1].value
+    evaluation = math.nan  # a run that was cut off in it
+    if "eval/episodic_return" in accumulator.Tags()["scalars"]:
+        evaluation = accumulator.Scalars("eval/episodic_return")[-1].value
     seconds, sittings = training_time(run_dir)
     names = ("torch", "gymnasium", "ale-py" if "atari" in PLAN[group][0] else "mujoco", "numpy")
     path = result(group, env, seed)

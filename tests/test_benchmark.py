@@ -107,6 +107,18 @@ def test_a_job_that_was_killed_goes_on_as_if_nothing_had_happened(runner, monkey
     np.testing.assert_allclose(curve, np.cumsum(returns) / np.arange(1, 31), atol=0.01)
 
 
+def test_a_run_that_was_cut_off_in_its_evaluation_is_kept(runner, tmp_path):
+    folder = tmp_path / "run"
+    writer = SummaryWriter(folder)
+    for step in (200, 400):
+        writer.add_scalar("charts/episodic_return", -step, step)
+        writer.add_scalar("spu/kl_mean", 0.01, step)
+    writer.close()
+    runner.keep("small", "Pendulum-v1", 1, folder)
+    header, _, curve = read_curve(tmp_path / "results" / "small" / "Pendulum-v1__1.csv")
+    assert header[4] == "# evaluation: nan" and curve == [-200, -300]
+
+
 def test_seeds_come_one_after_the_other(runner, monkeypatch, capsys):
     runner.PLAN["other"] = runner.PLAN["small"]
     main(monkeypatch, "small", "other", "--seeds", "1", "2", "--dry-run")
@@ -171,13 +183,16 @@ def test_the_tuning_runs_are_those_of_the_protocol():
     text = (ROOT / "benchmark" / "PROTOCOL.md").read_text()
     names = {
         "spu": ["delta", "epsilon", "lam", "max_epochs"],
-        "ppo": ["clip", "max_epochs", "target_kl"],
+        "ppo": ["clip", "max_epochs", "target_kl"],  # and as many value_epochs
         "trpo": ["delta", "max_epochs"],
     }
     rows = re.findall(r"^\| (\d) \| (.*) \| (.*) \| (.*) \|$", text, re.MULTILINE)
     assert [number for number, *_ in rows] == list("123456")
     tasks = ["HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Humanoid-v4", "Reacher-v4"]
-    assert sum(group.startswith("tuning/") for group in benchmark_run.PLAN) == 18 + 2  # L-infinity
+    others = {"linf_1", "linf_2", "ppo_7", "trpo_7", "ppo_log_std_0", "pong_ppo_512"}
+    groups = {group for group in benchmark_run.PLAN if group.startswith("tuning/")}
+    assert len(groups) == 18 + len(others) and all(f"tuning/{name}" in groups for name in others)
+    assert all(f"`tuning/{name}`" in text for name in others)
     for number, *cells in rows:
         for algorithm, cell in zip(names, cells, strict=True):
             script, envs, seeds, flags = benchmark_run.PLAN[f"tuning/{algorithm}_{number}"]
@@ -188,6 +203,8 @@ def test_the_tuning_runs_are_those_of_the_protocol():
             constants = [float(word.replace("none", "inf")) for word in cell.split(", ")]
             assert [getattr(args, name) for name in names[algorithm]] == constants
             assert args.total_timesteps == 1_000_000
+            if algorithm == "ppo":
+                assert args.value_epochs == args.max_epochs
 
 
 # ------------------------------------------------------------------- PPO and TRPO
@@ -231,11 +248,11 @@ def test_ppo_gives_no_gradient_where_the_ratio_has_left_the_clip_as_its_advantag
 
 @pytest.mark.parametrize("target_kl, policy_epochs", [(1e-9, 1), (np.inf, 3)])
 def test_the_target_kl_ends_the_epochs_of_ppos_policy_only(batch, target_kl, policy_epochs):
-    agent, data, args = batch(ppo, max_epochs=3, target_kl=target_kl)
+    agent, data, args = batch(ppo, max_epochs=3, value_epochs=5, target_kl=target_kl)
     kl, epochs = ppo.fit(agent, torch.tensor(3e-4), data, args)
     assert epochs == policy_epochs
     assert (
-        agent.policy.steps_done == 4 * policy_epochs and agent.value.steps_done == 4 * 3
+        agent.policy.steps_done == 4 * policy_epochs and agent.value.steps_done == 4 * 5
     )  # 256 / 64 each
     torch.testing.assert_close(kl, kl_divergence(*policies(ppo, agent, data)))
 
