@@ -15,7 +15,7 @@ runs may be missing or unfinished: what is there is reported, with the number of
 import csv
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import matplotlib
@@ -48,6 +48,8 @@ OTHERS = {
     "trpo_3m": "TRPO, 3 million steps",
 }
 PUBLISHED = "SPU in the paper"
+# They have none of the levers of PROTOCOL.md, part 1, which all the others share.
+WITHOUT_LEVERS = ["spu_paper", "sb3_ppo", "sb3_trpo"]
 TUNING = ["HalfCheetah-v4", "Hopper-v4", "Humanoid-v4", "Reacher-v4", "Walker2d-v4"]
 # X, Y, the column of published.csv with the paper's percentage in each task, its average.
 COMPARISONS = [
@@ -97,6 +99,7 @@ class Data:
     published: dict  # {task: {column of published.csv: number}}
     speed: list  # the rows of speed.csv
     agents: list  # the rows of agents.csv
+    headers: dict = field(default_factory=dict)  # {(group, task, seed): {name: number}}
 
     @property
     def scores(self):  # {group: {task: {seed: score}}}
@@ -119,7 +122,9 @@ def load(results):
             columns = [[float(row[name] or "nan") for row in rows] for name in rows[0]]
             tasks = data.runs.setdefault(group, {})
             tasks.setdefault(task, {})[int(seed)] = np.array(columns).T
-            command = path.read_text().splitlines()[0]
+            command, *header = path.read_text().splitlines()[:5]
+            numbers = re.findall(r"(\w+): (-?[\d.]+)", " ".join(header))
+            data.headers[group, task, int(seed)] = {key: float(x) for key, x in numbers}
             command = re.sub(r" --(env-id|seed|algorithm) \S+", "", command)
             data.options[group] = command.partition(".py")[2].strip()
     for row in read_rows(results / "random.csv"):
@@ -164,6 +169,18 @@ def improvement(x, y, random):
         if base > 0:
             result[task] = gain / base - 1
     return dict(sorted(result.items()))
+
+
+def mean_improvement(x, y):
+    """The mean over tasks of X / Y - 1, of runs as `normalised` has them; with leading axes too."""
+    return np.mean([a.mean(-1) / b.mean(-1) - 1 for a, b in zip(x, y, strict=True)], axis=0)
+
+
+def without_any_one(values):
+    """The lowest and the highest mean of the values when one of them is left out."""
+    values = np.array(list(values))
+    means = (values.sum() - values) / (len(values) - 1)
+    return means.min(), means.max()
 
 
 def normalised(scores, data):
@@ -320,25 +337,40 @@ def improvement_table(data):
         if key and len(values) < 10:
             same = mean(data.published[task][key] for task in values)
             paper = f"{same:+.0f} % (of all ten {average:+d})"
+        median = percent([np.median(list(values.values()))])
+        won = f"{sum(value > 0 for value in values.values())} of {len(values)}"
+        span_without = "—"
+        if len(values) > 1:
+            low, high = without_any_one(values.values())
+            span_without = f"{100 * low:+.0f} to {percent([high])}"
         tuned = percent(value for task, value in values.items() if task in TUNING)
         held_out = percent(value for task, value in values.items() if task not in TUNING)
         runs, others = shared(scores[x], scores[y]), shared(scores[y], scores[x])
         parts = [normalised(runs, data), normalised(others, data)]
-        chance = f"{probability_of_improvement(*parts):.2f}"
+        chance = f"**{probability_of_improvement(*parts):.2f}**"
+        average_here = percent(values.values())
         if enough(runs, others):
             low, high = interval(probability_of_improvement, *parts)
-            chance += f" ({low:.2f} to {high:.2f})"
+            chance += f"<br>{low:.2f} to {high:.2f}"
+            low, high = interval(mean_improvement, *parts)
+            average_here += f"<br>{100 * low:+.0f} to {percent([high])}"
         title = f"{name(x)} over {name(y).removesuffix(', 3 million steps')}"
-        row = [title, f"**{percent(values.values())}**", tuned, held_out, paper, chance]
-        rows.append([*row, f"{len(values)}, {span(len(seeds) for seeds in runs.values())}"])
-    header = ["", "all tasks", "tuning tasks", "held-out tasks", "the paper", "P(better)"]
+        if len({x, y} & set(WITHOUT_LEVERS)) == 1:
+            title += " (†)"
+        row = [title, chance, won, median, average_here, span_without, tuned, held_out, paper]
+        rows.append([*row, span(len(seeds) for seeds in runs.values())])
+    header = ["", "P(better)", "tasks won", "median", "mean", "mean without any one task"]
+    header += ["tuning tasks", "held-out tasks", "the paper", "seeds"]
     sentence = (
-        "(X − random) / (Y − random) − 1 of means over shared seeds, averaged over tasks. "
-        "P(better): how often a run of X beats one of Y in the same task (95 % bootstrap interval "
-        f"from {INTERVAL_SEEDS} seeds on)."
+        "P(better): how often a run of X beats one of Y in the same task. The other numbers are of "
+        "(X − random) / (Y − random) − 1, with means over shared seeds, in each task: its median, "
+        "its mean, the range of that mean when any one task is left out, and its means over the "
+        "tasks of the tuning and the others. Below, 95 % bootstrap intervals, from "
+        f"{INTERVAL_SEEDS} seeds on. (†) One of the two has none of the levers that the others "
+        "share."
     )
     sentence += counts(data, groups) if groups else ""
-    return markdown([*header, "tasks, seeds"], rows, sentence)
+    return markdown(header, rows, sentence)
 
 
 def iqm_table(data):
@@ -495,6 +527,13 @@ def without_table(data):
     return markdown(header, rows, "Pong, seed 1: mean score of the last 100 games of training.")
 
 
+def of_games(data, who, seeds, game, key):
+    """The mean over seeds of a number in the headers of a game's runs."""
+    headers = [data.headers.get((group, game, seed), {}) for group in GAMES[who] for seed in seeds]
+    numbers = [header[key] for header in headers if key in header]
+    return number(mean(numbers)) if numbers else "—"
+
+
 def games_table(data):
     """A row per game: the mean of its seeds, and the paper's metric."""
     scores = {}
@@ -511,15 +550,26 @@ def games_table(data):
                     for curve in data.runs.get(group, {}).get(game, {}).values())  # fmt: skip
         better = percent([values[game]]) if game in values else "—"
         random = number(data.random[game]) if game in data.random else "—"
-        rows.append([game, random, ppo, spu, better, len(both[game]), f"{steps:,.0f}"])
-    header = ["", "random", "PPO", "SPU", "SPU over PPO", "seeds", "steps"]
-    sentence = "Mean score of the last 100 games of training, on shared seeds."
+        evaluations, played = (
+            " / ".join(of_games(data, who, both[game], game, key) for who in ("ppo", "spu"))
+            for key in ("evaluation", "episodes")
+        )
+        row = [game, random, ppo, spu, better, evaluations, played]
+        rows.append([*row, len(both[game]), f"{steps:,.0f}"])
+    header = ["", "random", "PPO", "SPU", "SPU over PPO"]
+    header += ["PPO / SPU in evaluation", "PPO / SPU, games played", "seeds", "steps"]
+    sentence = (
+        "Mean score of the last 100 games of training, on shared seeds. Where games are long, "
+        "these reach far back; the evaluation, of 10 games, is of the agent at the end."
+    )
     if values:
         sentence += (
             f" SPU wins {sum(x > TIE for x in values.values())}, ties (within {TIE:.0%}) "
             f"{sum(abs(x) <= TIE for x in values.values())} and loses "
-            f"{sum(x < -TIE for x in values.values())}; on average {percent(values.values())}. The "
-            "paper has 15, 36 and 9, and +55 %: over 60 games of 10 million steps and 20 seeds."
+            f"{sum(x < -TIE for x in values.values())} of the {len(values)} games in which PPO "
+            f"beats random; the median is {percent([np.median(list(values.values()))])}, the mean "
+            f"{percent(values.values())}. The paper has 15, 36 and 9, and +55 %: over 60 games of "
+            "10 million steps and 20 seeds."
         )
     return markdown(header, rows, sentence)
 

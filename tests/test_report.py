@@ -40,11 +40,11 @@ Pong,spu_atari.py,1,1,20.04,19.6
 STEP = 204_800
 
 
-def add(results, group, env, seed, *returns, first=1, flags="", kl=0.01):
+def add(results, group, env, seed, *returns, first=1, flags="", kl=0.01, header=""):
     """A run with these returns, one every STEP steps."""
     path = results / "reported" / group / f"{env}__{seed}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    header = f"# command: python x.py --env-id {env} --seed {seed}{flags}\n# commit: abc\n"
+    header = f"# command: python x.py --env-id {env} --seed {seed}{flags}\n# commit: abc\n{header}"
     rows = "".join(f"{STEP * i},{value},{kl}\n" for i, value in enumerate(returns, first))
     path.write_text(f"{header}step,return,kl\n{rows}")
 
@@ -92,8 +92,9 @@ def made_up(tmp_path_factory):
     add(results, "pong_ppo", "Pong", 2, -21, -20)
     add(results, "pong_processes", "Pong", 1, -21, -2)
     add(results, "pong_without_games", "Pong", 1, -21, -19, -9)
-    add(results, "games_spu", "Breakout", 1, 1, 41)
-    add(results, "games_ppo", "Breakout", 1, 1, 21)
+    numbers = "# seconds: 9, sittings: 1, episodes: {}\n# evaluation: {}\n"
+    add(results, "games_spu", "Breakout", 1, 1, 41, header=numbers.format(300, 44.5))
+    add(results, "games_ppo", "Breakout", 1, 1, 21, header=numbers.format(400, -2))
     add(results, "games_spu", "Qbert", 1, 96)
     add(results, "games_ppo", "Qbert", 1, 100)
     add(results, "games_spu", "Enduro", 1, 94)
@@ -147,12 +148,31 @@ def test_improvement_is_the_papers_metric_on_shared_tasks_and_seeds(made_up):
     rows, _ = table(made_up, "improvement")
     assert rows[1:] == [
         # Hopper (1642 - 142) / 1000 - 1, Walker2d +100 %, Swimmer +100 %
-        ["SPU over TRPO", "**+83 %**", "+75 %", "+100 %", "+9 % (of all ten +27)", "1.00", "3, 1 to 2"],
+        ["SPU over TRPO", "**1.00**", "3 of 3", "+100 %", "+83 %", "+75 to +100 %", "+75 %", "+100 %",
+         "+9 % (of all ten +27)", "1 to 2"],
         # seed 1 alone: 1300 / 2000 - 1
-        ["SPU over PPO", "**-35 %**", "-35 %", "—", "+13 % (of all ten +17)", "0.00", "1, 1"],
-        ["PPO over TRPO", "**+100 %**", "+100 %", "—", "-5 % (of all ten +9)", "1.00", "1, 1"],
-        ["reverse-KL SPU over TRPO", "**-50 %**", "-50 %", "—", "—", "0.25", "1, 2"],
+        ["SPU over PPO", "**0.00**", "0 of 1", "-35 %", "-35 %", "—", "-35 %", "—",
+         "+13 % (of all ten +17)", "1"],
+        ["PPO over TRPO", "**1.00**", "1 of 1", "+100 %", "+100 %", "—", "+100 %", "—",
+         "-5 % (of all ten +9)", "1"],
+        ["reverse-KL SPU over TRPO", "**0.25**", "0 of 1", "-50 %", "-50 %", "—", "-50 %", "—", "—", "2"],
     ]  # fmt: skip
+
+
+def test_from_five_seeds_on_an_improvement_has_an_interval_and_other_levers_have_a_mark():
+    scores = {"spu_paper": (700, 800, 800, 800, 900), "ppo": (400,) * 5}
+    runs = {
+        group: {"Hopper-v4": {seed: np.array([[STEP, x, 0.01]]) for seed, x in enumerate(numbers)}}
+        for group, numbers in scores.items()
+    }
+    published = {"Hopper-v4": {"spu": 2000.0, "spu_over_ppo_pct": 7.0}}
+    data = report.Data(runs, {}, {"Hopper-v4": 0.0}, published, [], [])
+    (line,) = [x for x in report.improvement_table(data).splitlines() if x.startswith("| SPU")]
+    title, chance, won, median, average, *_ = [cell.strip() for cell in line.strip("|").split("|")]
+    assert title == "SPU, the paper's configuration over PPO (†)"
+    assert (chance, won, median) == ("**1.00**<br>1.00 to 1.00", "1 of 1", "+100 %")
+    middle, low, high = re.fullmatch(r"(\S+) %<br>(\S+) to (\S+) %", average).groups()
+    assert middle == "+100" and 80 <= int(low) < 100 < int(high) <= 120
 
 
 def test_interquartile_means_have_an_interval_from_five_seeds_on(made_up):
@@ -208,12 +228,16 @@ def test_atari_tables(made_up):
     ]
     rows, footnote = table(made_up, "games")
     assert rows[1:] == [
-        ["Breakout", "1.0", "21.0", "41.0", "+100 %", "1", "409,600"],
-        ["Enduro", "0.0", "100", "94.0", "-6 %", "1", "204,800"],
-        ["Pong", "-21.0", "3.0", "20.0", "+71 %", "1", "1,024,000"],
-        ["Qbert", "0.0", "100", "96.0", "-4 %", "1", "204,800"],
+        ["Breakout", "1.0", "21.0", "41.0", "+100 %", "-2.0 / 44.5", "400 / 300", "1", "409,600"],
+        ["Enduro", "0.0", "100", "94.0", "-6 %", "— / —", "— / —", "1", "204,800"],
+        ["Pong", "-21.0", "3.0", "20.0", "+71 %", "— / —", "— / —", "1", "1,024,000"],
+        ["Qbert", "0.0", "100", "96.0", "-4 %", "— / —", "— / —", "1", "204,800"],
     ]
-    assert "SPU wins 2, ties (within 5%) 1 and loses 1; on average +40 %." in footnote
+    assert (
+        "SPU wins 2, ties (within 5%) 1 and loses 1 of the 4 games in which PPO beats random"
+        in footnote
+    )
+    assert "the median is +33 %, the mean +40 %" in footnote
 
 
 def test_the_table_of_agents_has_seed_and_scores(made_up):
@@ -289,6 +313,13 @@ def test_the_pure_functions():
     x, y = [np.array([2.0]), np.array([5.0])], [np.array([1.0, 2.0, 3.0]), np.array([4.0])]
     assert chance(x, y) == 0.75
     assert report.interval(chance, [np.ones(5)], [np.zeros(5)]).tolist() == [1, 1]
+    # +50 % and -25 %, on average +12.5 %; and with leading axes, as the bootstrap draws them.
+    x, y = [np.array([1.0, 2.0]), np.array([3.0])], [np.array([1.0]), np.array([4.0])]
+    assert report.mean_improvement(x, y) == 0.125
+    assert report.mean_improvement([np.ones((7, 2))], [np.full((7, 3), 2.0)]).tolist() == [-0.5] * 7
+    low, high = report.interval(report.mean_improvement, [np.array([1.0, 3.0])], [np.ones(1)])
+    assert (low, high) == (0, 2)
+    np.testing.assert_allclose(report.without_any_one([0.0, 0.2, 4.0]), (0.1, 2.1))
     curves = [
         np.array([[10, 0.0], [20, 10], [40, 30]]),
         np.array([[20, 20.0], [30, 20], [40, 40], [50, 90]]),
