@@ -1,6 +1,7 @@
 """What the tests share: run a script as a user does, and read what it wrote."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 torch.set_num_threads(1)
+# A shell in the background, and nohup, make a program and its children ignore these.
+for ignored in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(ignored) == signal.SIG_IGN:
+        signal.signal(ignored, signal.SIG_DFL)
 ROOT = Path(__file__).resolve().parent.parent
 CONTINUOUS = [
     "spu_continuous",

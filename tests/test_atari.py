@@ -247,8 +247,9 @@ def test_a_step_is_that_of_distributions_and_of_the_whole_minibatch(options, mon
         (loss - 0.02 * new.entropy().mean()).backward()
         adam.step()
     for p, q in zip(agent.parameters(), reference.parameters()):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5)
-        # Of a step of 1e-4: where a gradient is all but zero, rounding moves a weight.
+        # As a whole: where a gradient is all but zero, it is rounding that moves a weight by up to
+        # Adam's 1e-4, differently on each kind of processor.
+        assert (p.grad - q.grad).norm() < 3e-4 * q.grad.norm()
         assert (p - q).abs().mean() < 1e-6
     if args.epsilon == 0.004:
         assert 0 < refused[0] < 300  # the indicator had something to do
