@@ -67,7 +67,7 @@ import torch
 import torch.distributed as dist
 import tyro
 from ale_py.vector_env import AtariVectorEnv
-from filelock import FileLock, Timeout  # torch needs it too
+from filelock import FileLock  # torch needs it too
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -501,18 +501,6 @@ def save(run_dir, args, agent, optimizer, iterations_done):
     os.replace(run_dir / "agent.pt.tmp", run_dir / "agent.pt")  # a kill leaves one or the other
 
 
-def load(path):
-    """What `save` wrote, and the options in it. weights_only: such a file cannot run code."""
-    try:
-        saved = torch.load(path, weights_only=True)
-        assert saved["script"] == SCRIPT and isinstance(saved["iterations_done"], int)
-        for field in fields(Args):
-            assert isinstance(saved["args"][field.name], field.type)
-        return saved, Args(**saved["args"] | {"resume": None, "evaluate": None})
-    except Exception:
-        refuse(f"{path} is no agent.pt of a run of this version of {SCRIPT}.py.")
-
-
 def check(args):
     """Refuse what cannot work, before anything is written."""
     batch_size = args.num_envs * args.num_steps
@@ -536,11 +524,20 @@ def check(args):
 
 
 def read_options():
-    """The typed options, on top of those of the run to resume or of the agent to evaluate."""
+    """The typed options or, to resume or evaluate a run, its own with the typed ones on top; and
+    what `save` wrote of it."""
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
     if args.resume is None and args.evaluate is None:
         return args, None
-    saved, before = load(args.evaluate or f"{args.resume}/agent.pt")
+    path = args.evaluate or f"{args.resume}/agent.pt"
+    try:
+        saved = torch.load(path, weights_only=True)  # such a file cannot run code
+        assert saved["script"] == SCRIPT and isinstance(saved["iterations_done"], int)
+        for field in fields(Args):
+            assert isinstance(saved["args"][field.name], field.type)
+        before = Args(**saved["args"] | {"resume": None, "evaluate": None})
+    except Exception:
+        refuse(f"{path} is no agent.pt of a run of this version of {SCRIPT}.py.")
     args = tyro.cli(Args, default=before)
     may_change = "resume seed total_timesteps cuda track capture_video eval_episodes"
     for name, value in asdict(before).items():
@@ -598,19 +595,21 @@ def main():
     if args.total_timesteps < (iterations_done + 1) * batch_size and not restarted:
         refuse(f"{run_dir} is done: to go on, give a larger --total-timesteps.")
 
-    command = ["python", sys.argv[0], "--env-id", args.env_id, "--resume", str(run_dir)]
-    go_on = f"To go on from the last checkpoint: {shlex.join(command)}"
+    command = ["python", sys.argv[0], "--env-id", args.env_id]
+    resume = shlex.join([*command, "--resume", str(run_dir)])
+    play = shlex.join([*command, "--evaluate", str(run_dir / "agent.pt")])
+    what_next = f"To go on from the last checkpoint: {resume}"
     writer = None
     if RANK == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(run_dir / "lock", blocking=False)  # it ends with its process
         try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(run_dir / "lock", blocking=False)  # it ends with its process
             lock.acquire()
-        except Timeout:
-            refuse(f"Another process trains in {run_dir}.")
+        except OSError as error:
+            refuse(f"Another process trains in {run_dir}, or it cannot be written: {error}")
         save(run_dir, args, agent, optimizer, iterations_done)
         store.set("run_dir", str(run_dir))
-    print(f"Training in {run_dir}. {go_on}")
+    print(f"Training in {run_dir}. {what_next}")
     try:
         if RANK == 0 and args.track:
             import wandb
@@ -628,17 +627,13 @@ def main():
         games = Games(args, num_envs)
         train(args, games, agent, optimizer, iterations_done, run_dir, writer)
         if RANK == 0:
-            go_on = f"The run is done; to play it: --evaluate {run_dir}/agent.pt"
+            what_next = f"To play it again: {play}"
             returns = evaluate(agent, args, video)
             last_step = args.total_timesteps // batch_size * batch_size
             writer.add_scalar("eval/episodic_return", np.mean(returns), last_step)
             writer.close()
-    except KeyboardInterrupt:
-        print(f"\nStopped. {go_on}")
-        raise
-    except Exception:
-        print(f"\nAn error, see below. {go_on}", file=sys.stderr)
-        raise
+    finally:  # also after Ctrl-C, or an error
+        print(f"\n{what_next}")
 
 
 if __name__ == "__main__":

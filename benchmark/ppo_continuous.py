@@ -30,7 +30,7 @@ import mujoco
 import numpy as np
 import torch
 import tyro
-from filelock import FileLock, Timeout  # torch needs it too
+from filelock import FileLock  # torch needs it too
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -103,12 +103,6 @@ def gae(rewards, values, next_values, terminated, ended, gamma, gae_lambda):
 # ------------------------------------------------------------------- The agent
 
 
-def split(vector, shapes):
-    """A network's parameters by name, as views of the one vector that holds them all."""
-    pieces = vector.split([math.prod(shape) for shape in shapes.values()])
-    return {name: piece.view(shape) for piece, (name, shape) in zip(pieces, shapes.items())}
-
-
 def forward(params, x, tanh=torch.tanh):
     """A network with two hidden layers; in torch, or in numpy if tanh is numpy's."""
     x = tanh(x @ params["w1"] + params["b1"])
@@ -126,36 +120,39 @@ class Network(nn.Module):
         params = dict(more)
         # As in the paper's code, the weights into a unit are at first a random direction.
         for i, shape in enumerate([(num_inputs, 64), (64, 64), (64, num_outputs)], start=1):
-            weight = torch.randn(shape)
-            params[f"w{i}"] = weight / weight.norm(dim=0)
+            params[f"w{i}"] = nn.functional.normalize(torch.randn(shape), dim=0)
             params[f"b{i}"] = torch.zeros(shape[1])
         params["w3"] *= head_norm
-        self.shapes = {name: tuple(p.shape) for name, p in params.items()}
+        self.shapes = {name: p.shape for name, p in params.items()}
         vector = torch.cat([p.flatten() for p in params.values()])
         self.vector = nn.Parameter(vector, requires_grad=False)  # `step` takes the gradient
         self.register_buffer("m", torch.zeros_like(vector))
         self.register_buffer("v", torch.zeros_like(vector))
         self.register_buffer("steps_done", torch.zeros(()))
+        self.in_numpy = {name: p.numpy() for name, p in self.params.items()}  # the same memory
+
+    def split(self, vector):
+        """The parameters by name, as views of the one vector that holds them all."""
+        pieces = vector.split([shape.numel() for shape in self.shapes.values()])
+        named = zip(self.shapes.items(), pieces)
+        return {name: piece.view(shape) for (name, shape), piece in named}
 
     @property
     def params(self):
-        return split(self.vector, self.shapes)
+        return self.split(self.vector)
 
     def outputs(self, inputs):
-        """What the network makes of an array of inputs; in numpy, in a third of torch's time."""
-        return forward({name: p.numpy() for name, p in self.params.items()}, inputs, np.tanh)
+        """What the network makes of inputs, in numpy: for one observation a call of torch costs
+        more than its arithmetic. An action takes 7 microseconds, in torch 30."""
+        return forward(self.in_numpy, inputs, np.tanh)
 
     def step(self, learning_rate, data, rows, args):
         """One step of Adam (betas 0.9, 0.999; eps 1e-5) on these rows of what `estimate` returns.
         Written by hand, as torch.optim's does not compile into one graph with the loss and its
         gradient. That graph takes 60 microseconds; uncompiled, with torch.optim, a step 1000."""
-
-        def loss_at(vector):
-            return self.loss(split(vector, self.shapes), data, rows, args)
-
-        gradient = torch.func.grad(loss_at)(self.vector)
-        self.m.lerp_(gradient, 1 - 0.9)
-        self.v.lerp_(gradient * gradient, 1 - 0.999)
+        grad = torch.func.grad(lambda x: self.loss(self.split(x), data, rows, args))(self.vector)
+        self.m.lerp_(grad, 1 - 0.9)
+        self.v.lerp_(grad * grad, 1 - 0.999)
         self.steps_done.add_(1)
         m = self.m / (1 - 0.9**self.steps_done)
         v = self.v / (1 - 0.999**self.steps_done)
@@ -179,6 +176,7 @@ class Agent(nn.Module):
 
     def __init__(self, obs_size, action_space, initial_log_std=-1.0, scale_actions=True):
         super().__init__()
+        self.action_space = action_space
         low = torch.tensor(action_space.low.flatten()).double()
         high = torch.tensor(action_space.high.flatten()).double()
         # -1 to 1 is low to high, in each component whose bounds are finite and differ.
@@ -193,10 +191,21 @@ class Agent(nn.Module):
         zeros = torch.zeros(1, obs_size).double()
         self.register_buffer("obs_moments", torch.cat([zeros, zeros + 1, zeros]))
         self.register_buffer("value_moments", torch.zeros(3, 1).double())
+        # What acting needs, as numpy sees it: buffers are changed in place and never replaced.
+        self.obs_mean, self.obs_std, _ = self.obs_moments.numpy()
+        self.scale = self.action_scale.numpy()
+        self.shift = self.action_shift.numpy()
 
     def normalize(self, obs):
-        mean, std, _ = self.obs_moments.numpy()
-        return ((obs - mean) / std).clip(-5, 5).astype(np.float32)
+        return ((obs - self.obs_mean) / self.obs_std).clip(-5, 5).astype(np.float32)
+
+    def mean(self, obs):
+        """Of the policy, for one observation or many."""
+        return self.policy.outputs(self.normalize(obs))
+
+    def to_environment(self, action):
+        action = action * self.scale + self.shift
+        return action.astype(self.action_space.dtype).reshape(self.action_space.shape)
 
     def values(self, inputs):
         """In the rewards' units; what the network itself gives is standardised."""
@@ -204,33 +213,13 @@ class Agent(nn.Module):
         return self.value.outputs(inputs)[:, 0] * std + mean
 
 
-class Actor:
-    """The policy in numpy: on a single observation a call of torch costs more than its arithmetic.
-    An action takes 7 microseconds, in torch 30. The parameters are torch's own memory, but the
-    normaliser's mean and spread are those of now: each batch has a new Actor."""
-
-    def __init__(self, agent, action_space):
-        self.space = action_space
-        self.obs_mean, self.obs_std, _ = agent.obs_moments.numpy()
-        self.scale = agent.action_scale.numpy()
-        self.shift = agent.action_shift.numpy()
-        self.params = {name: p.numpy() for name, p in agent.policy.params.items()}
-
-    def mean(self, obs):
-        inputs = ((obs - self.obs_mean) / self.obs_std).clip(-5, 5).astype(np.float32)
-        return forward(self.params, inputs, np.tanh)
-
-    def to_environment(self, action):
-        action = action * self.scale + self.shift
-        return action.astype(self.space.dtype).reshape(self.space.shape)
-
-
 # ------------------------------------------------------------------- An iteration
 
 
 def collect(env, agent, args, obs, step, writer):
     """num_steps steps with pi_k. Acting needs no values: `estimate` computes them all at once."""
-    actor = Actor(agent, env.action_space)
+    # Acting reads the agent's memory in numpy. Has .to() or .double() put it elsewhere?
+    assert np.shares_memory(agent.policy.in_numpy["w1"], agent.policy.vector.numpy())
     std = agent.policy.params["log_std"].exp()
     noise = (std * torch.randn(args.num_steps, len(std))).numpy()
     batch = []
@@ -238,8 +227,8 @@ def collect(env, agent, args, obs, step, writer):
         if obs is None:  # seeded by torch, so that its generator decides everything
             obs, _ = env.reset(seed=int(torch.randint(2**31, ())))
             obs = obs.copy()
-        action = actor.mean(obs) + noise[t]
-        next_obs, reward, terminated, truncated, info = env.step(actor.to_environment(action))
+        action = agent.mean(obs) + noise[t]
+        next_obs, reward, terminated, truncated, info = env.step(agent.to_environment(action))
         next_obs = next_obs.copy()  # some environments will write into the same array
         batch.append((obs, action, reward, next_obs, terminated, truncated))
         obs = next_obs
@@ -257,7 +246,7 @@ def collect(env, agent, args, obs, step, writer):
 def estimate(agent, batch, args):
     """Advantages, value targets, and pi_k on the batch: all that the fit needs."""
     obs, actions, rewards, next_obs, terminated, truncated = batch
-    agent.obs_moments = update_moments(agent.obs_moments, torch.tensor(obs).double())
+    agent.obs_moments[:] = update_moments(agent.obs_moments, torch.tensor(obs).double())
     inputs = agent.normalize(obs)
     values = agent.values(inputs)
     next_values = agent.values(agent.normalize(next_obs))
@@ -267,7 +256,7 @@ def estimate(agent, batch, args):
         terminated = ended
     advantages = gae(rewards, values, next_values, terminated, ended, args.gamma, args.gae_lambda)
     targets = torch.tensor(advantages + values)[:, None]  # lambda-returns, of gae_lambda
-    agent.value_moments = update_moments(agent.value_moments, targets)
+    agent.value_moments[:] = update_moments(agent.value_moments, targets)
     mean, std, _ = agent.value_moments
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     return {
@@ -298,9 +287,8 @@ def value_loss(params, data, rows, args):
 
 def epoch(network, learning_rate, data, args):
     """One pass over the batch, in shuffled minibatches."""
-    order = torch.randperm(args.num_steps)
-    for start in range(0, args.num_steps - args.minibatch_size + 1, args.minibatch_size):
-        rows = order[start : start + args.minibatch_size]
+    minibatches = torch.randperm(args.num_steps).split(args.minibatch_size)
+    for rows in minibatches[: args.num_steps // args.minibatch_size]:
         network.step(learning_rate, data, rows, args)
 
 
@@ -323,9 +311,7 @@ def fit(agent, learning_rate, data, args):
 def train(args, env, agent, iterations_done, run_dir, writer):
     """Algorithm 1 of the SPU paper, with PPO's fit."""
     num_iterations = args.total_timesteps // args.num_steps
-    scale = {"unit": " steps", "unit_scale": args.num_steps}
-    left = range(iterations_done, num_iterations)
-    bar = tqdm(left, initial=iterations_done, total=num_iterations, **scale)
+    bar = tqdm(range(iterations_done, num_iterations), unit=" steps", unit_scale=args.num_steps)
     obs = None
     for iteration in bar:
         start = time.time()
@@ -378,16 +364,14 @@ def make_env(args):
         env = gym.make(args.env_id, **draw)
         if len(env.observation_space.shape or ()) != 1:
             env = gym.wrappers.FlattenObservation(env)
-        if not isinstance(env.action_space, gym.spaces.Box) or env.action_space.dtype.kind != "f":
-            raise TypeError(f"its actions are {env.action_space}, and must be a Box of floats")
-        if env.observation_space.shape is None:
-            raise TypeError(f"its observations, {env.observation_space}, make no vector")
+        assert env.observation_space.shape, f"{env.observation_space} observations make no vector"
+        box = isinstance(env.action_space, gym.spaces.Box) and env.action_space.dtype.kind == "f"
+        assert box, f"its actions are {env.action_space}, and must be a Box of floats"
         env.reset(seed=args.seed)  # a trial
-        if draw and hasattr(env.unwrapped, "mujoco_renderer"):
+        if hasattr(env.unwrapped, "mujoco_renderer"):
             # The last camera follows the robot; -1, where there is none, stands still.
             env.unwrapped.mujoco_renderer.camera_id = env.unwrapped.model.ncam - 1
-        if draw and env.render() is None:
-            raise TypeError("it draws nothing")
+        assert not args.capture_video or env.render() is not None, "it draws nothing"
     except Exception as error:
         refuse(f"{args.env_id} cannot be used: {' '.join(str(error).split()) or repr(error)}")
     if args.clip_actions:
@@ -421,14 +405,13 @@ def evaluate(agent, args, folder):
     if args.capture_video:
         env = gym.wrappers.RecordVideo(env, folder, lambda episode: episode == 0)
         print(f"Filming the first episode, into {folder}")
-    actor = Actor(agent, env.action_space)
     returns = []
     for episode in range(args.eval_episodes):
         obs, _ = env.reset(seed=args.seed + episode)
         returns.append(0.0)
         ended = False
         while not ended:
-            action = actor.to_environment(actor.mean(obs))
+            action = agent.to_environment(agent.mean(obs))
             obs, reward, terminated, truncated, _ = env.step(action)
             returns[-1] += float(reward)
             ended = terminated or truncated
@@ -456,18 +439,6 @@ def save(run_dir, args, agent, iterations_done):
     os.replace(run_dir / "agent.pt.tmp", run_dir / "agent.pt")  # a kill leaves one or the other
 
 
-def load(path):
-    """What `save` wrote, and the options in it. weights_only: such a file cannot run code."""
-    try:
-        saved = torch.load(path, weights_only=True)
-        assert saved["script"] == SCRIPT and isinstance(saved["iterations_done"], int)
-        for field in fields(Args):
-            assert isinstance(saved["args"][field.name], field.type)
-        return saved, Args(**saved["args"] | {"resume": None, "evaluate": None})
-    except Exception:
-        refuse(f"{path} is no agent.pt of a run of this version of {SCRIPT}.py.")
-
-
 def check(args):
     """Refuse what cannot work, before anything is written."""
     rules = [
@@ -488,19 +459,28 @@ def check(args):
 
 
 def read_options():
-    """The typed options, on top of those of the run to resume or of the agent to evaluate."""
+    """The typed options or, to resume or evaluate a run, its own with the typed ones on top; and
+    what `save` wrote of it."""
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
     typed = args.env_id
     if args.resume is None and args.evaluate is None:
         return args, None
-    saved, before = load(args.evaluate or f"{args.resume}/agent.pt")
+    path = args.evaluate or f"{args.resume}/agent.pt"
+    try:
+        saved = torch.load(path, weights_only=True)  # such a file cannot run code
+        assert saved["script"] == SCRIPT and isinstance(saved["iterations_done"], int)
+        for field in fields(Args):
+            assert isinstance(saved["args"][field.name], field.type)
+        before = Args(**saved["args"] | {"resume": None, "evaluate": None})
+    except Exception:
+        refuse(f"{path} is no agent.pt of a run of this version of {SCRIPT}.py.")
     args = tyro.cli(Args, default=before)
+    if ":" in args.env_id and args.env_id != typed:  # gymnasium would import that module
+        refuse(f"The file asks for {args.env_id}: if you trust it, add --env-id {args.env_id}.")
     may_change = "resume seed total_timesteps compile track capture_video eval_episodes"
     for name, value in asdict(before).items():
         if args.resume and name not in may_change.split() and getattr(args, name) != value:
             refuse(f"--{name.replace('_', '-')} cannot be changed when a run is resumed.")
-    if ":" in args.env_id and args.env_id != typed:  # gymnasium would import that module
-        refuse(f"The file asks for {args.env_id}: if you trust it, add --env-id {args.env_id}.")
     return args, saved
 
 
@@ -535,16 +515,18 @@ def main():
     if args.total_timesteps < (iterations_done + 1) * args.num_steps:
         refuse(f"{run_dir} is done: to go on, give a larger --total-timesteps.")
 
-    command = ["python", sys.argv[0], "--env-id", args.env_id, "--resume", str(run_dir)]
-    go_on = f"To go on from the last checkpoint: {shlex.join(command)}"
-    run_dir.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(run_dir / "lock", blocking=False)  # it ends with its process
+    command = ["python", sys.argv[0], "--env-id", args.env_id]
+    resume = shlex.join([*command, "--resume", str(run_dir)])
+    play = shlex.join([*command, "--evaluate", str(run_dir / "agent.pt")])
+    what_next = f"To go on from the last checkpoint: {resume}"
     try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(run_dir / "lock", blocking=False)  # it ends with its process
         lock.acquire()
-    except Timeout:
-        refuse(f"Another process trains in {run_dir}.")
+    except OSError as error:
+        refuse(f"Another process trains in {run_dir}, or it cannot be written: {error}")
     save(run_dir, args, agent, iterations_done)  # so that the next line is true at once
-    print(f"Training in {run_dir}. {go_on}")
+    print(f"Training in {run_dir}. {what_next}")
     try:
         if args.track:
             import wandb
@@ -555,17 +537,13 @@ def main():
             compile_steps(agent)
         writer = SummaryWriter(run_dir, purge_step=iterations_done * args.num_steps + 1)
         train(args, env, agent, iterations_done, run_dir, writer)
-        go_on = f"The run is done; to play it: --evaluate {run_dir}/agent.pt"
+        what_next = f"To play it again: {play}"
         returns = evaluate(agent, args, video)
         last_step = args.total_timesteps // args.num_steps * args.num_steps
         writer.add_scalar("eval/episodic_return", np.mean(returns), last_step)
         writer.close()
-    except KeyboardInterrupt:
-        print(f"\nStopped. {go_on}")
-        raise
-    except Exception:
-        print(f"\nAn error, see below. {go_on}", file=sys.stderr)
-        raise
+    finally:  # also after Ctrl-C, or an error
+        print(f"\n{what_next}")
 
 
 if __name__ == "__main__":

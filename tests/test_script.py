@@ -50,10 +50,11 @@ def cheetah(tmp_path_factory):
 
 def test_training_says_what_it_does_and_nothing_else(cheetah):
     done, cwd = cheetah
-    where, compiling, result = done.stdout.strip().splitlines()
+    where, compiling, result, _, play = done.stdout.strip().splitlines()
     assert compiling.startswith("Compiling")
     assert re.match(r"HalfCheetah-v4: return -?[\d.]+ ± [\d.]+ over 3 episodes", result)
     assert where.endswith(f"--resume {run_dir(cwd).relative_to(cwd)}")
+    assert play.endswith(f"--evaluate {run_dir(cwd).relative_to(cwd)}/agent.pt")
     bar = done.stderr.replace("\n", "\r").split("\r")
     assert all("steps/s" in line for line in bar if line.strip()), (
         done.stderr
@@ -225,7 +226,7 @@ def test_ctrl_c_in_an_evaluation_ends_it_quietly(tmp_path):
     done = run("spu_continuous", *env, *options, "--eval-episodes", 200, cwd=tmp_path, code=130)
     agent = run_dir(tmp_path) / "agent.pt"
     assert iterations_done(agent.parent) == 2 and "Traceback" not in done.stderr
-    assert f"The run is done; to play it: --evaluate {agent.relative_to(tmp_path)}" in done.stdout
+    assert f"toy_envs:Quit-v0 --evaluate {agent.relative_to(tmp_path)}" in done.stdout
     done = run("spu_continuous", "--evaluate", agent, *env, cwd=tmp_path, code=130)
     assert not done.stdout and "Traceback" not in done.stderr
 
@@ -245,7 +246,7 @@ def test_a_second_process_on_the_same_run_is_refused(tmp_path):
 def test_an_error_of_the_environment_says_how_to_go_on(tmp_path):
     options = ["--env-id", "toy_envs:Broken-raise-v0", "--num-steps", 200, *QUICK]
     done = run("spu_continuous", *options, cwd=tmp_path, code=1)
-    assert "the motor is on fire" in done.stderr and "--resume" in done.stderr
+    assert "the motor is on fire" in done.stderr and done.stdout.count("--resume") == 2
     assert iterations_done(run_dir(tmp_path)) == 4
 
 
@@ -262,10 +263,10 @@ def test_a_disk_that_cannot_be_written_keeps_the_last_checkpoint(tmp_path):
         except FileExistsError:
             time.sleep(0.001)
     try:
-        _, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert process.returncode == 1 and "agent.pt.tmp" in err and "--resume" in err
+    assert process.returncode == 1 and "agent.pt.tmp" in err and out.count("--resume") == 2
     saved = iterations_done(folder)
     (folder / "agent.pt.tmp").rmdir()
     total = 200 * (saved + 1)
@@ -460,7 +461,7 @@ def test_nan_or_infinity_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_pa
     done = run("spu_continuous", "--env-id", broken, *options, cwd=tmp_path, code=1)
     gave = {"nan": "observation [nan]", "inf": "observation [inf]", "reward": "reward nan"}[what]
     assert gave in done.stderr and "at step 1000" in done.stderr
-    assert "--seed N draws anew" in done.stderr and "--resume" in done.stderr
+    assert "--seed N draws anew" in done.stderr and done.stdout.count("--resume") == 2
     saved = torch.load(run_dir(tmp_path) / "agent.pt", weights_only=True)
     assert saved["iterations_done"] == 4
     assert all(x.isfinite().all() for x in saved["agent"].values())

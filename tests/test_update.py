@@ -42,7 +42,8 @@ def random_data(rows, seed=0, dtype=torch.float32):
 
 def new_agent(spu, dtype=torch.float32):
     torch.manual_seed(0)
-    return spu.Agent(OBS, SPACE, initial_log_std=0.0).to(dtype)
+    agent = spu.Agent(OBS, SPACE, initial_log_std=0.0)
+    return agent if dtype == torch.float32 else agent.to(dtype)
 
 
 # ---------------------------------------------------------------- advantages
@@ -101,7 +102,7 @@ def test_small_units_are_seen_and_constants_do_no_harm(spu):
     agent = spu.Agent(3, SPACE)
     column = torch.tensor([-1e-3, 1e-3]).double()
     x = torch.stack([column, torch.zeros(2), torch.full((2,), 1e6)], 1).double()
-    agent.obs_moments = spu.update_moments(agent.obs_moments, x)
+    agent.obs_moments[:] = spu.update_moments(agent.obs_moments, x)
     np.testing.assert_allclose(agent.obs_moments[1], [1e-3, 1e-4, 1e2], rtol=1e-6)
     np.testing.assert_allclose(agent.normalize(x.numpy()), [[-1, 0, 0], [1, 0, 0]], atol=1e-6)
     assert agent.normalize(np.array([[1.0, -1.0, 0.0]])).tolist() == [[5, -5, -5]]  # clipped
@@ -109,41 +110,50 @@ def test_small_units_are_seen_and_constants_do_no_harm(spu):
 
 def test_the_acting_network_is_the_trained_one(spu):
     agent = new_agent(spu)
-    agent.obs_moments = spu.update_moments(
+    agent.obs_moments[:] = spu.update_moments(
         agent.obs_moments, 3 + 2 * torch.randn(500, OBS, dtype=torch.float64)
     )
     for p in agent.parameters():
         p.data += 0.1 * torch.randn_like(p)
-    actor = spu.Actor(agent, SPACE)
     for obs in 3 + 2 * np.random.default_rng(0).normal(size=(5, OBS)):
         inputs = agent.normalize(obs)
         expected = spu.forward(agent.policy.params, torch.tensor(inputs))
         np.testing.assert_allclose(agent.policy.outputs(inputs), expected, rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(actor.mean(obs), expected, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(agent.mean(obs), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_an_agent_that_was_moved_is_not_trained_with_the_old_one_acting(spu):
+    """Acting reads the parameters' memory, which .double() or .to() leaves behind."""
+    args = spu.Args(env_id="Pendulum-v1", num_steps=3)
+    env = spu.make_env(args)
+    agent = spu.Agent(3, env.action_space)
+    spu.collect(env, agent, args, None, 0, None)
+    with pytest.raises(AssertionError):
+        spu.collect(env, agent.double(), args, None, 0, None)
 
 
 def test_actions_are_in_units_of_the_action_space(spu):
     """-1 to 1 is low to high where both are finite and differ; other components are left as they are."""
     low, high = np.array([-0.4, 99.0, -np.inf, 2.0, 0.0]), np.array([0.4, 101.0, 5.0, 2.0, np.inf])
     space = gym.spaces.Box(low, high, dtype=np.float64)
-    actor = spu.Actor(spu.Agent(OBS, space), space)
-    np.testing.assert_allclose(actor.to_environment(-np.ones(5)), [-0.4, 99, -1, -1, -1])
-    np.testing.assert_allclose(actor.to_environment(np.ones(5)), [0.4, 101, 1, 1, 1])
+    agent = spu.Agent(OBS, space)
+    np.testing.assert_allclose(agent.to_environment(-np.ones(5)), [-0.4, 99, -1, -1, -1])
+    np.testing.assert_allclose(agent.to_environment(np.ones(5)), [0.4, 101, 1, 1, 1])
     np.testing.assert_allclose(
-        actor.to_environment(3 * np.ones(5)), [1.2, 103, 3, 3, 3]
+        agent.to_environment(3 * np.ones(5)), [1.2, 103, 3, 3, 3]
     )  # beyond, passed on
-    raw = spu.Actor(spu.Agent(OBS, space, scale_actions=False), space)
+    raw = spu.Agent(OBS, space, scale_actions=False)
     np.testing.assert_array_equal(raw.to_environment(0.3 * np.ones(5)), 0.3 * np.ones(5))
 
 
 def test_unit_bounds_leave_actions_as_they_are_to_the_bit(spu):
     action = np.random.default_rng(0).normal(size=ACTIONS).astype(np.float32)
-    assert (spu.Actor(new_agent(spu), SPACE).to_environment(action) == action).all()
+    assert (new_agent(spu).to_environment(action) == action).all()
 
 
 def test_matrices_of_another_type_have_their_shape_and_type(spu):
     space = gym.spaces.Box(-1, 1, (2, 3), np.float64)
-    action = spu.Actor(spu.Agent(OBS, space), space).to_environment(np.arange(6.0))
+    action = spu.Agent(OBS, space).to_environment(np.arange(6.0))
     assert action.dtype == np.float64 and action.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
