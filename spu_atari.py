@@ -15,37 +15,36 @@ the network to that. Let pi_k be the policy that collected the batch.
 1. Solve. Among ALL policies, not only those that a network can express,
        maximise    the expected advantage A(s, a)
        subject to  mean KL(pi || pi_k) <= delta   and   KL(pi || pi_k)[s] <= epsilon in each state
-   Theorem 1: the solution is pi_k, re-weighted,
-       pi*(a|s)  proportional to  pi_k(a|s) exp(A(s, a) / lambda)
-   where lambda follows from delta, or from epsilon in a state where that binds. Like the paper we
-   use one lambda, set by hand. So this step has no code: it gives the loss its form.
+   Theorem 1: the solution is pi*(a|s), proportional to pi_k(a|s) exp(A(s, a) / lambda), where
+   lambda follows from delta, or from epsilon in a state where that binds. Like the paper we use one
+   lambda, set by hand. So this step has no code: it gives the loss its form.
 
 2. Fit the network pi_theta to pi*. Up to a term without theta,
        KL(pi_theta || pi*) = KL(pi_theta || pi_k) - (1/lambda) E_{a ~ pi_k}[ratio A]
    with ratio = pi_theta(a|s) / pi_k(a|s): a KL, known exactly as a sum over all actions, and a mean
-   over the actions of the batch. pi* itself is never computed. For the constraints there are two
-   rules: a state whose KL has passed epsilon drops out of this loss (eq. 18, `spu_loss`); when the
-   mean KL has passed delta, the epochs end.
+   over the actions of the batch. Two rules stand for the constraints: a state whose KL has passed
+   epsilon drops out of this loss (eq. 18, `spu_loss`), and when the mean KL has passed delta, the
+   epochs end (`fit`).
 
-Why KL(new || old)? (The paper calls it forward; elsewhere it is the reverse KL.) It is large where
-the new policy does what pi_k would hardly do, and of such actions the batch tells nothing. As a
-constraint it makes pi* an exponential of A, and that makes the fit split into those two parts.
+Why KL(new || old)? It is large where the new policy does what pi_k would hardly do, and of such
+actions the batch tells nothing. It also makes pi* an exponential of A, so that the fit splits into
+those two parts. (The paper calls this KL forward; elsewhere it is the reverse one.)
 
 Unlike in spu_continuous.py, policy and value function share a trunk: they have one loss, and their
 epochs end together. Ours, not the paper's, besides some constants: pixels are standardised, and the
 step size follows the trust region (`next_learning_rate`), so that delta sets the pace.
 
-How to read: top to bottom. `train` is Algorithm 1; what is below "Plumbing" can be skipped. For
-another constraint change `spu_loss`, its call and the measures in `joint_loss`, the rule in `fit`
-that ends the epochs, `next_learning_rate`, and the options (also in `check`).
+How to read: from top to bottom, or first `train`, which is Algorithm 1. Skip the plumbing below it.
+For another constraint change `spu_loss`, its call and the measures in `joint_loss`, the rule in
+`fit`, `next_learning_rate`, what `train` logs, and the options in `Args` and `check`.
 
     python spu_atari.py --env-id Pong                                  # train, into runs/
     python spu_atari.py --env-id Breakout --track                      # with Weights & Biases
     python spu_atari.py --resume runs/RUN                              # go on where it stopped
     python spu_atari.py --evaluate runs/RUN/agent.pt --capture-video   # watch the agent
 
-Several processes can share the work, on several machines too (torchrun's --nnodes and --rdzv-...).
-If one dies, all are started again, from the last checkpoint:
+Several processes can share the work, on several machines too (torchrun's --nnodes and --rdzv-...,
+in a shared folder). If one dies, all are started again, from the last checkpoint:
 
     torchrun --standalone --nproc-per-node 4 --max-restarts 2 spu_atari.py --env-id Pong
 """
@@ -67,7 +66,7 @@ import torch
 import torch.distributed as dist
 import tyro
 from ale_py.vector_env import AtariVectorEnv
-from filelock import FileLock  # torch needs it too
+from filelock import FileLock  # comes with torch
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -82,7 +81,7 @@ class Args:
     env_id: str = "Breakout"  # a game: Breakout, BreakoutNoFrameskip-v4 or ALE/Breakout-v5
     seed: int = 1  # of the games, the network, the actions and the minibatches
     total_timesteps: int = 10_000_000  # steps of all games (of 4 frames each), in whole batches
-    # The algorithm
+    # The algorithm: tuned (benchmark/PROTOCOL.md); in brackets what the paper has
     lam: float = 1.1  # lambda, in standard deviations of the batch's advantages (paper: 1.1)
     epsilon: float = 0.06  # nats; a state whose KL exceeds it drops out (paper: 0.0154)
     delta: float = 0.02  # nats; the epochs end when the mean KL exceeds it (paper: 0.02)
@@ -99,7 +98,7 @@ class Args:
     gae_lambda: float = 0.95  # lambda of the advantage estimates and of the value targets
     value_coefficient: float = 1.0  # weight of the value loss (the paper does not say)
     entropy_coefficient: float = 0.01  # weight of the entropy bonus (the paper does not say)
-    repeat_action_probability: float = 0.0  # sticky actions: ALE's -v5 games have 0.25 (paper: 0)
+    repeat_action_probability: float = 0.0  # sticky actions, 0.25 in ALE's -v5 games (paper: 0)
     # The machine and the record
     cuda: bool = False  # compute on GPUs, one for each process
     track: bool = False  # log to Weights & Biases too (WANDB_PROJECT, WANDB_MODE=offline, ...)
@@ -118,11 +117,11 @@ def categorical_kl(log_probs, old_log_probs):
 
 
 def spu_loss(kl, ratio, advantages, lam, epsilon, kl_term=True):
-    """KL(pi_theta || pi*) of step 2, in the accepted states; its gradient is eq. (18)."""
+    """Estimates KL(pi_theta || pi*) of step 2, up to a constant; its gradient is eq. (18)."""
     loss = -ratio * advantages / lam
     if kl_term:
         loss = loss + kl
-    accepted = kl <= epsilon  # the indicator: beyond epsilon a state gives no gradient at all
+    accepted = kl <= epsilon  # the indicator: beyond epsilon a state gives this loss no gradient
     return torch.where(accepted, loss, 0.0).mean()
 
 
@@ -480,7 +479,7 @@ def evaluate(agent, args, folder):
 
 def save(run_dir, args, agent, optimizer, iterations_done):
     """At the start and after every iteration: all that was learnt, but not the games, which cannot
-    be saved. A resumed run begins new ones, with new random numbers, so it is not the unbroken run.
+    be saved. A resumed run begins new ones, so it is not the unbroken run.
     On the CPU, so that a machine without a GPU can load it."""
     state = {name: x.cpu() for name, x in agent.state_dict().items()}
     if not all(x.isfinite().all() for x in state.values()):

@@ -10,7 +10,8 @@
 Vuong, Zhang and Ross, ICLR 2019: https://arxiv.org/abs/1805.11706, whose equation numbers we use.
 
 SPU is PPO with another update: it first works out which policy it would like to have, then fits
-the network to that. Let pi_k be the policy that collected the batch.
+the network to that. Let pi_k be the policy that collected the batch (`estimate` says in which
+units it sees).
 
 1. Solve. Among ALL policies, not only those that a network can express,
        maximise    the expected advantage A(s, a)
@@ -22,9 +23,9 @@ the network to that. Let pi_k be the policy that collected the batch.
 2. Fit the network pi_theta to pi*. Up to a term without theta,
        KL(pi_theta || pi*) = KL(pi_theta || pi_k) - (1/lambda) E_{a ~ pi_k}[ratio A]
    with ratio = pi_theta(a|s) / pi_k(a|s): a KL of two Gaussians, known exactly, and a mean over
-   the actions of the batch. Two rules keep the constraints: a state whose KL has passed epsilon
-   drops out of the loss (eq. 18, `spu_loss`), and when the mean KL has passed delta, the policy's
-   epochs end (`fit`).
+   the actions of the batch. Two rules stand for the constraints: a state whose KL has passed
+   epsilon drops out of the loss (eq. 18, `spu_loss`), and when the mean KL has passed delta, the
+   policy's epochs end (`fit`).
 
 Why KL(new || old)? It is large where the new policy does what pi_k would hardly do, and of such
 actions the batch tells nothing. It also makes pi* an exponential of A, so that the fit splits into
@@ -56,7 +57,7 @@ import mujoco
 import numpy as np
 import torch
 import tyro
-from filelock import FileLock  # torch needs it too
+from filelock import FileLock  # comes with torch
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -69,18 +70,18 @@ class Args:
     env_id: str = "HalfCheetah-v4"  # a gymnasium environment with continuous (Box) actions
     seed: int = 1  # of the environment, the networks, the noise and the minibatches
     total_timesteps: int = 1_000_000  # environment steps, in whole batches
-    # The algorithm, and the paper's values
+    # The algorithm: tuned (benchmark/PROTOCOL.md); in brackets what the paper has
     lam: float = 1.3  # lambda, in standard deviations of the batch's advantages (paper: 1.3)
     epsilon: float = 0.03  # nats; a state whose KL exceeds it drops out (paper: 0.05)
     delta: float = 0.02  # nats; the policy's epochs end when the mean KL exceeds it (paper: 0.042)
-    max_epochs: int = 10  # the most passes over a batch (paper: 30)
+    max_epochs: int = 10  # the most passes over a batch; the value function has all (paper: 30)
     kl_term: bool = True  # the KL in the loss; --no-kl-term is the paper's ablation
     joint_stopping: bool = False  # delta ends the value function's epochs too (paper: yes)
     # What SPU shares with PPO
     num_steps: int = 2048  # environment steps in a batch
     minibatch_size: int = 64  # samples per gradient step; an incomplete last one is dropped
     learning_rate: float = 3e-4  # Adam's step size
-    anneal_lr: bool = True  # lower it linearly to 0 over the run (if you extend that, it jumps up)
+    anneal_lr: bool = True  # lower it linearly to 0 over the run (a run made longer lifts it again)
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of the advantage estimates and of the value targets
     initial_log_std: float = -1.0  # log of the policy's first standard deviation (paper: 0)
@@ -112,11 +113,11 @@ def gaussian_kl(mean, log_std, other_mean, other_log_std):
 
 
 def spu_loss(kl, ratio, advantages, lam, epsilon, kl_term=True):
-    """KL(pi_theta || pi*) of step 2, in the accepted states; its gradient is eq. (18)."""
+    """Estimates KL(pi_theta || pi*) of step 2, up to a constant; its gradient is eq. (18)."""
     loss = -ratio * advantages / lam
     if kl_term:
         loss = loss + kl
-    accepted = kl <= epsilon  # the indicator: beyond epsilon a state gives no gradient at all
+    accepted = kl <= epsilon  # the indicator: beyond epsilon a state gives this loss no gradient
     return torch.where(accepted, loss, 0.0).mean()
 
 
@@ -142,8 +143,8 @@ def forward(params, x, tanh=torch.tanh):
 
 
 class Network(nn.Module):
-    """The parameters of `forward` as one vector, what Adam remembers of them, and a gradient step.
-    One, because a compiled step spends half a microsecond on each tensor that it is given."""
+    """The parameters of `forward`, what Adam remembers of them, and a gradient step. They are one
+    vector, because a compiled step spends half a microsecond on each tensor that it is given."""
 
     def __init__(self, num_inputs, num_outputs, head_norm, loss, **more):
         super().__init__()
@@ -156,7 +157,7 @@ class Network(nn.Module):
         params["w3"] *= head_norm
         self.shapes = {name: p.shape for name, p in params.items()}
         vector = torch.cat([p.flatten() for p in params.values()])
-        self.vector = nn.Parameter(vector, requires_grad=False)  # `step` takes the gradient
+        self.vector = nn.Parameter(vector, requires_grad=False)  # torch.func takes the gradient
         self.register_buffer("m", torch.zeros_like(vector))
         self.register_buffer("v", torch.zeros_like(vector))
         self.register_buffer("steps_done", torch.zeros(()))
@@ -249,7 +250,7 @@ class Agent(nn.Module):
 
 def collect(env, agent, args, obs, step, writer):
     """num_steps steps with pi_k. Acting needs no values: `estimate` computes them all at once."""
-    # Acting reads the agent's memory in numpy. Has .to() or .double() put it elsewhere?
+    # Acting reads the parameters' memory in numpy: this fails if .to() or .double() has moved it.
     assert np.shares_memory(agent.policy.in_numpy["w1"], agent.policy.vector.numpy())
     std = agent.policy.params["log_std"].exp()
     noise = (std * torch.randn(args.num_steps, len(std))).numpy()
@@ -284,7 +285,7 @@ def estimate(agent, batch, args):
 
     ended = terminated | truncated
     if not args.bootstrap_truncation:
-        terminated = ended
+        terminated = ended  # a time limit counts as a real end
     advantages = gae(rewards, values, next_values, terminated, ended, args.gamma, args.gae_lambda)
     targets = torch.tensor(advantages + values)[:, None]  # lambda-returns, of gae_lambda
     agent.value_moments[:] = update_moments(agent.value_moments, targets)
@@ -300,7 +301,7 @@ def estimate(agent, batch, args):
         # the actions were drawn before the change is neglected; it gets small soon.)
         "old_mean": torch.tensor(agent.policy.outputs(inputs)),
         "old_log_std": agent.policy.params["log_std"].clone(),
-        # Tensors, in case you anneal them: a compiled step keeps a number for ever.
+        # Tensors, in case you anneal them: a plain number would be compiled in.
         "lam": torch.tensor(args.lam),
         "epsilon": torch.tensor(args.epsilon),
     }
@@ -351,7 +352,7 @@ def train(args, env, agent, iterations_done, run_dir, writer):
     obs = None
     for iteration in bar:
         start = time.time()
-        learning_rate = torch.tensor(args.learning_rate)  # a compiled step would keep a number
+        learning_rate = torch.tensor(args.learning_rate)  # a plain number would be compiled in
         if args.anneal_lr:
             learning_rate *= 1 - iteration / num_iterations
 
@@ -498,7 +499,7 @@ def read_options():
     """The typed options or, to resume or evaluate a run, its own with the typed ones on top; and
     what `save` wrote of it."""
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    typed = args.env_id
+    typed_env_id = args.env_id
     if args.resume is None and args.evaluate is None:
         return args, None
     path = args.evaluate or f"{args.resume}/agent.pt"
@@ -511,7 +512,7 @@ def read_options():
     except Exception:
         refuse(f"{path} is no agent.pt of a run of this version of {SCRIPT}.py.")
     args = tyro.cli(Args, default=before)
-    if ":" in args.env_id and args.env_id != typed:  # gymnasium would import that module
+    if ":" in args.env_id and args.env_id != typed_env_id:  # gymnasium would import that module
         refuse(f"The file asks for {args.env_id}: if you trust it, add --env-id {args.env_id}.")
     may_change = "resume seed total_timesteps compile track capture_video eval_episodes"
     for name, value in asdict(before).items():
@@ -523,7 +524,7 @@ def read_options():
 def main():
     args, saved = read_options()
     check(args)
-    # No warnings that -v4 is not the newest, nor of how the Humanoids' masses are set.
+    # No warnings of gymnasium's, as that -v4 is old, nor of how the Humanoids' masses are set.
     gym.logger.min_level = gym.logger.ERROR
     mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text))
     torch.set_num_threads(1)  # networks this small gain nothing from more

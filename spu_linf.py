@@ -10,9 +10,11 @@
 Vuong, Zhang and Ross, ICLR 2019: https://arxiv.org/abs/1805.11706, section 5.3.
 
 SPU is PPO with another update: it first works out which policy it would like to have, then fits
-the network to that. Let pi_k be the policy that collected the batch.
+the network to that. Let pi_k be the policy that collected the batch (`estimate` says in which
+units it sees).
 
-1. Solve. Choose the ratio r_i = pi(a_i|s_i) / pi_k(a_i|s_i) of each sample, with A_i its advantage:
+1. Solve. Choose the ratio r_i = pi(a_i|s_i) / pi_k(a_i|s_i) of each sample, with A_i its
+   advantage, centred and scaled over the batch:
        maximise    sum_i A_i r_i
        subject to  sum_i (r_i - 1)^2 <= delta   and   |r_i - 1| <= epsilon for each i (L-infinity)
    Theorem 3: the solution is
@@ -29,8 +31,8 @@ How does this differ from a limit on the KL, as in spu_continuous.py? Like PPO's
 the actions that were taken. One ratio in a state is no distribution over all actions, so that there
 is no KL to it: the fit is a squared error. And the constraint bounds the targets, not the network:
 what keeps the network near pi_k is that error, the few epochs and, if set, --max-kl.
-The paper's error is in probabilities, pi_k^2 (r - r*)^2. With a Gaussian in 17 dimensions, about 9
-of 2048 samples then have half of the weight pi_k^2. So our error is in ratios.
+The paper's error is in probabilities, pi_k^2 (r - r*)^2. With Humanoid's 17 actions, about 9 of
+2048 samples then have half of the weight pi_k^2. So our error is in ratios.
 
 How to read: top to bottom. `train` is Algorithm 1; what is below "Plumbing" can be skipped. This
 constraint is in `target_ratios` and `solve_lambda`, which the end of `estimate` calls, and in
@@ -55,7 +57,7 @@ import mujoco
 import numpy as np
 import torch
 import tyro
-from filelock import FileLock  # torch needs it too
+from filelock import FileLock  # comes with torch
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -70,16 +72,16 @@ class Args:
     total_timesteps: int = 1_000_000  # environment steps, in whole batches
     # The algorithm. The paper prints no settings for this constraint: these are ours.
     lam: float = 1.0  # lambda, per standard deviation of the batch's advantages
-    epsilon: float = 1.0  # how far a target ratio may be from 1; at most 1, for targets from 0 to 2
+    epsilon: float = 1.0  # how far a target ratio may be from 1; at most 1: targets from 0 to 2
     delta: float | None = None  # sets lambda instead of --lam; a sum over the batch, say 200
-    max_epochs: int = 10  # the most passes over a batch
+    max_epochs: int = 10  # the most passes over a batch; the value function has all
     max_kl: float = math.inf  # nats; a mean KL beyond it ends the policy's epochs
     probabilities: bool = False  # the error is in probabilities, not in ratios (paper: yes)
     # What SPU shares with PPO
     num_steps: int = 2048  # environment steps in a batch
     minibatch_size: int = 64  # samples per gradient step; an incomplete last one is dropped
     learning_rate: float = 3e-4  # Adam's step size
-    anneal_lr: bool = True  # lower it linearly to 0 over the run (if you extend that, it jumps up)
+    anneal_lr: bool = True  # lower it linearly to 0 over the run (a run made longer lifts it again)
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of the advantage estimates and of the value targets
     initial_log_std: float = -1.0  # log of the policy's first standard deviation (paper: 0)
@@ -153,8 +155,8 @@ def forward(params, x, tanh=torch.tanh):
 
 
 class Network(nn.Module):
-    """The parameters of `forward` as one vector, what Adam remembers of them, and a gradient step.
-    One, because a compiled step spends half a microsecond on each tensor that it is given."""
+    """The parameters of `forward`, what Adam remembers of them, and a gradient step. They are one
+    vector, because a compiled step spends half a microsecond on each tensor that it is given."""
 
     def __init__(self, num_inputs, num_outputs, head_norm, loss, **more):
         super().__init__()
@@ -167,7 +169,7 @@ class Network(nn.Module):
         params["w3"] *= head_norm
         self.shapes = {name: p.shape for name, p in params.items()}
         vector = torch.cat([p.flatten() for p in params.values()])
-        self.vector = nn.Parameter(vector, requires_grad=False)  # `step` takes the gradient
+        self.vector = nn.Parameter(vector, requires_grad=False)  # torch.func takes the gradient
         self.register_buffer("m", torch.zeros_like(vector))
         self.register_buffer("v", torch.zeros_like(vector))
         self.register_buffer("steps_done", torch.zeros(()))
@@ -260,7 +262,7 @@ class Agent(nn.Module):
 
 def collect(env, agent, args, obs, step, writer):
     """num_steps steps with pi_k. Acting needs no values: `estimate` computes them all at once."""
-    # Acting reads the agent's memory in numpy. Has .to() or .double() put it elsewhere?
+    # Acting reads the parameters' memory in numpy: this fails if .to() or .double() has moved it.
     assert np.shares_memory(agent.policy.in_numpy["w1"], agent.policy.vector.numpy())
     std = agent.policy.params["log_std"].exp()
     noise = (std * torch.randn(args.num_steps, len(std))).numpy()
@@ -295,12 +297,12 @@ def estimate(agent, batch, args):
 
     ended = terminated | truncated
     if not args.bootstrap_truncation:
-        terminated = ended
+        terminated = ended  # a time limit counts as a real end
     advantages = gae(rewards, values, next_values, terminated, ended, args.gamma, args.gae_lambda)
     targets = torch.tensor(advantages + values)[:, None]  # lambda-returns, of gae_lambda
     agent.value_moments[:] = update_moments(agent.value_moments, targets)
     mean, std, _ = agent.value_moments
-    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # as in PPO
+    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # the unit of lam
     lam = args.lam
     if args.delta is not None:
         lam = solve_lambda(advantages, args.epsilon, args.delta)
@@ -365,7 +367,7 @@ def train(args, env, agent, iterations_done, run_dir, writer):
     obs = None
     for iteration in bar:
         start = time.time()
-        learning_rate = torch.tensor(args.learning_rate)  # a compiled step would keep a number
+        learning_rate = torch.tensor(args.learning_rate)  # a plain number would be compiled in
         if args.anneal_lr:
             learning_rate *= 1 - iteration / num_iterations
 
@@ -514,7 +516,7 @@ def read_options():
     """The typed options or, to resume or evaluate a run, its own with the typed ones on top; and
     what `save` wrote of it."""
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    typed = args.env_id
+    typed_env_id = args.env_id
     if args.resume is None and args.evaluate is None:
         return args, None
     path = args.evaluate or f"{args.resume}/agent.pt"
@@ -527,7 +529,7 @@ def read_options():
     except Exception:
         refuse(f"{path} is no agent.pt of a run of this version of {SCRIPT}.py.")
     args = tyro.cli(Args, default=before)
-    if ":" in args.env_id and args.env_id != typed:  # gymnasium would import that module
+    if ":" in args.env_id and args.env_id != typed_env_id:  # gymnasium would import that module
         refuse(f"The file asks for {args.env_id}: if you trust it, add --env-id {args.env_id}.")
     may_change = "resume seed total_timesteps compile track capture_video eval_episodes"
     for name, value in asdict(before).items():
@@ -539,7 +541,7 @@ def read_options():
 def main():
     args, saved = read_options()
     check(args)
-    # No warnings that -v4 is not the newest, nor of how the Humanoids' masses are set.
+    # No warnings of gymnasium's, as that -v4 is old, nor of how the Humanoids' masses are set.
     gym.logger.min_level = gym.logger.ERROR
     mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text))
     torch.set_num_threads(1)  # networks this small gain nothing from more

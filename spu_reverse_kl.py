@@ -10,7 +10,8 @@
 Vuong, Zhang and Ross, ICLR 2019: https://arxiv.org/abs/1805.11706, whose equation numbers we use.
 
 SPU is PPO with another update: it first works out which policy it would like to have, then fits
-the network to that. Let pi_k be the policy that collected the batch.
+the network to that. Let pi_k be the policy that collected the batch (`estimate` says in which
+units it sees).
 
 1. Solve. Among ALL policies, not only those that a network can express,
        maximise    the expected advantage A(s, a)
@@ -35,7 +36,7 @@ Why KL(pi_k || pi)? It is large where the new policy rarely does what pi_k did, 
 drops an action. Bad actions are therefore lowered gently, as 1 / (lambda' - A), and the best, those
 near lambda', are raised steeply; the other direction has exp(A / lambda). One outlier would pull
 lambda' away from all other advantages, whose weights would then be nearly equal: hence
---max-advantage. (The fit has the other direction, as log(pi* / pi_k) is known only where sampled.)
+--max-advantage. (The fit has the other direction, as in the paper.)
 
 How to read: top to bottom. `train` is Algorithm 1; what is below "Plumbing" can be skipped. This
 constraint is in `log_target_ratios`, `spu_loss`, `estimate`, `policy_loss` and `fit`; its options
@@ -60,7 +61,7 @@ import mujoco
 import numpy as np
 import torch
 import tyro
-from filelock import FileLock  # torch needs it too
+from filelock import FileLock  # comes with torch
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -78,12 +79,12 @@ class Args:
     max_advantage: float = 2.0  # in standard deviations; larger advantages count as this
     accept: float = 0.03  # nats; a state whose KL(pi_k || pi_theta) exceeds it gives no gradient
     delta: float = 0.02  # nats; a mean KL(pi_k || pi_theta) beyond it ends the policy's epochs
-    max_epochs: int = 10  # the most passes over a batch
+    max_epochs: int = 10  # the most passes over a batch; the value function has all
     # What SPU shares with PPO
     num_steps: int = 2048  # environment steps in a batch
     minibatch_size: int = 64  # samples per gradient step; an incomplete last one is dropped
     learning_rate: float = 3e-4  # Adam's step size
-    anneal_lr: bool = True  # lower it linearly to 0 over the run (if you extend that, it jumps up)
+    anneal_lr: bool = True  # lower it linearly to 0 over the run (a run made longer lifts it again)
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of the advantage estimates and of the value targets
     initial_log_std: float = -1.0  # log of the policy's first standard deviation (paper: 0)
@@ -121,7 +122,7 @@ def log_target_ratios(advantages, epsilon, max_advantage=np.inf, weights=None):
     low = -50.0
     high = 50.0
     for _ in range(100):
-        middle = (low + high) / 2  # log(lambda' - max A)
+        middle = (low + high) / 2  # log(lambda' - max A), between wide bounds
         gaps = np.exp(middle) + (advantages.max() - advantages)  # lambda' - A
         one_over_lambda = np.average(1 / gaps, weights=weights)  # then pi* sums to 1
         # KL(pi_k || pi*)
@@ -162,8 +163,8 @@ def forward(params, x, tanh=torch.tanh):
 
 
 class Network(nn.Module):
-    """The parameters of `forward` as one vector, what Adam remembers of them, and a gradient step.
-    One, because a compiled step spends half a microsecond on each tensor that it is given."""
+    """The parameters of `forward`, what Adam remembers of them, and a gradient step. They are one
+    vector, because a compiled step spends half a microsecond on each tensor that it is given."""
 
     def __init__(self, num_inputs, num_outputs, head_norm, loss, **more):
         super().__init__()
@@ -176,7 +177,7 @@ class Network(nn.Module):
         params["w3"] *= head_norm
         self.shapes = {name: p.shape for name, p in params.items()}
         vector = torch.cat([p.flatten() for p in params.values()])
-        self.vector = nn.Parameter(vector, requires_grad=False)  # `step` takes the gradient
+        self.vector = nn.Parameter(vector, requires_grad=False)  # torch.func takes the gradient
         self.register_buffer("m", torch.zeros_like(vector))
         self.register_buffer("v", torch.zeros_like(vector))
         self.register_buffer("steps_done", torch.zeros(()))
@@ -269,7 +270,7 @@ class Agent(nn.Module):
 
 def collect(env, agent, args, obs, step, writer):
     """num_steps steps with pi_k. Acting needs no values: `estimate` computes them all at once."""
-    # Acting reads the agent's memory in numpy. Has .to() or .double() put it elsewhere?
+    # Acting reads the parameters' memory in numpy: this fails if .to() or .double() has moved it.
     assert np.shares_memory(agent.policy.in_numpy["w1"], agent.policy.vector.numpy())
     std = agent.policy.params["log_std"].exp()
     noise = (std * torch.randn(args.num_steps, len(std))).numpy()
@@ -304,7 +305,7 @@ def estimate(agent, batch, args):
 
     ended = terminated | truncated
     if not args.bootstrap_truncation:
-        terminated = ended
+        terminated = ended  # a time limit counts as a real end
     advantages = gae(rewards, values, next_values, terminated, ended, args.gamma, args.gae_lambda)
     targets = torch.tensor(advantages + values)[:, None]  # lambda-returns, of gae_lambda
     agent.value_moments[:] = update_moments(agent.value_moments, targets)
@@ -370,7 +371,7 @@ def train(args, env, agent, iterations_done, run_dir, writer):
     obs = None
     for iteration in bar:
         start = time.time()
-        learning_rate = torch.tensor(args.learning_rate)  # a compiled step would keep a number
+        learning_rate = torch.tensor(args.learning_rate)  # a plain number would be compiled in
         if args.anneal_lr:
             learning_rate *= 1 - iteration / num_iterations
 
@@ -517,7 +518,7 @@ def read_options():
     """The typed options or, to resume or evaluate a run, its own with the typed ones on top; and
     what `save` wrote of it."""
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    typed = args.env_id
+    typed_env_id = args.env_id
     if args.resume is None and args.evaluate is None:
         return args, None
     path = args.evaluate or f"{args.resume}/agent.pt"
@@ -530,7 +531,7 @@ def read_options():
     except Exception:
         refuse(f"{path} is no agent.pt of a run of this version of {SCRIPT}.py.")
     args = tyro.cli(Args, default=before)
-    if ":" in args.env_id and args.env_id != typed:  # gymnasium would import that module
+    if ":" in args.env_id and args.env_id != typed_env_id:  # gymnasium would import that module
         refuse(f"The file asks for {args.env_id}: if you trust it, add --env-id {args.env_id}.")
     may_change = "resume seed total_timesteps compile track capture_video eval_episodes"
     for name, value in asdict(before).items():
@@ -542,7 +543,7 @@ def read_options():
 def main():
     args, saved = read_options()
     check(args)
-    # No warnings that -v4 is not the newest, nor of how the Humanoids' masses are set.
+    # No warnings of gymnasium's, as that -v4 is old, nor of how the Humanoids' masses are set.
     gym.logger.min_level = gym.logger.ERROR
     mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text))
     torch.set_num_threads(1)  # networks this small gain nothing from more

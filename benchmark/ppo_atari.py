@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 import tyro
 from ale_py.vector_env import AtariVectorEnv
-from filelock import FileLock  # torch needs it too
+from filelock import FileLock  # comes with torch
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -442,7 +442,7 @@ def evaluate(agent, args, folder):
 
 def save(run_dir, args, agent, optimizer, iterations_done):
     """At the start and after every iteration: all that was learnt, but not the games, which cannot
-    be saved. A resumed run begins new ones, with new random numbers, so it is not the unbroken run.
+    be saved. A resumed run begins new ones, so it is not the unbroken run.
     On the CPU, so that a machine without a GPU can load it."""
     state = {name: x.cpu() for name, x in agent.state_dict().items()}
     if not all(x.isfinite().all() for x in state.values()):

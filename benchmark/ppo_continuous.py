@@ -30,7 +30,7 @@ import mujoco
 import numpy as np
 import torch
 import tyro
-from filelock import FileLock  # torch needs it too
+from filelock import FileLock  # comes with torch
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -52,7 +52,7 @@ class Args:
     num_steps: int = 2048  # environment steps in a batch
     minibatch_size: int = 64  # samples per gradient step; an incomplete last one is dropped
     learning_rate: float = 3e-4  # Adam's step size
-    anneal_lr: bool = True  # lower it linearly to 0 over the run (if you extend that, it jumps up)
+    anneal_lr: bool = True  # lower it linearly to 0 over the run (a run made longer lifts it again)
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of the advantage estimates and of the value targets
     initial_log_std: float = -1.0  # log of the policy's first standard deviation (paper: 0)
@@ -111,8 +111,8 @@ def forward(params, x, tanh=torch.tanh):
 
 
 class Network(nn.Module):
-    """The parameters of `forward` as one vector, what Adam remembers of them, and a gradient step.
-    One, because a compiled step spends half a microsecond on each tensor that it is given."""
+    """The parameters of `forward`, what Adam remembers of them, and a gradient step. They are one
+    vector, because a compiled step spends half a microsecond on each tensor that it is given."""
 
     def __init__(self, num_inputs, num_outputs, head_norm, loss, **more):
         super().__init__()
@@ -125,7 +125,7 @@ class Network(nn.Module):
         params["w3"] *= head_norm
         self.shapes = {name: p.shape for name, p in params.items()}
         vector = torch.cat([p.flatten() for p in params.values()])
-        self.vector = nn.Parameter(vector, requires_grad=False)  # `step` takes the gradient
+        self.vector = nn.Parameter(vector, requires_grad=False)  # torch.func takes the gradient
         self.register_buffer("m", torch.zeros_like(vector))
         self.register_buffer("v", torch.zeros_like(vector))
         self.register_buffer("steps_done", torch.zeros(()))
@@ -218,7 +218,7 @@ class Agent(nn.Module):
 
 def collect(env, agent, args, obs, step, writer):
     """num_steps steps with pi_k. Acting needs no values: `estimate` computes them all at once."""
-    # Acting reads the agent's memory in numpy. Has .to() or .double() put it elsewhere?
+    # Acting reads the parameters' memory in numpy: this fails if .to() or .double() has moved it.
     assert np.shares_memory(agent.policy.in_numpy["w1"], agent.policy.vector.numpy())
     std = agent.policy.params["log_std"].exp()
     noise = (std * torch.randn(args.num_steps, len(std))).numpy()
@@ -253,7 +253,7 @@ def estimate(agent, batch, args):
 
     ended = terminated | truncated
     if not args.bootstrap_truncation:
-        terminated = ended
+        terminated = ended  # a time limit counts as a real end
     advantages = gae(rewards, values, next_values, terminated, ended, args.gamma, args.gae_lambda)
     targets = torch.tensor(advantages + values)[:, None]  # lambda-returns, of gae_lambda
     agent.value_moments[:] = update_moments(agent.value_moments, targets)
@@ -315,7 +315,7 @@ def train(args, env, agent, iterations_done, run_dir, writer):
     obs = None
     for iteration in bar:
         start = time.time()
-        learning_rate = torch.tensor(args.learning_rate)  # a compiled step would keep a number
+        learning_rate = torch.tensor(args.learning_rate)  # a plain number would be compiled in
         if args.anneal_lr:
             learning_rate *= 1 - iteration / num_iterations
 
@@ -462,7 +462,7 @@ def read_options():
     """The typed options or, to resume or evaluate a run, its own with the typed ones on top; and
     what `save` wrote of it."""
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    typed = args.env_id
+    typed_env_id = args.env_id
     if args.resume is None and args.evaluate is None:
         return args, None
     path = args.evaluate or f"{args.resume}/agent.pt"
@@ -475,7 +475,7 @@ def read_options():
     except Exception:
         refuse(f"{path} is no agent.pt of a run of this version of {SCRIPT}.py.")
     args = tyro.cli(Args, default=before)
-    if ":" in args.env_id and args.env_id != typed:  # gymnasium would import that module
+    if ":" in args.env_id and args.env_id != typed_env_id:  # gymnasium would import that module
         refuse(f"The file asks for {args.env_id}: if you trust it, add --env-id {args.env_id}.")
     may_change = "resume seed total_timesteps compile track capture_video eval_episodes"
     for name, value in asdict(before).items():
@@ -487,7 +487,7 @@ def read_options():
 def main():
     args, saved = read_options()
     check(args)
-    # No warnings that -v4 is not the newest, nor of how the Humanoids' masses are set.
+    # No warnings of gymnasium's, as that -v4 is old, nor of how the Humanoids' masses are set.
     gym.logger.min_level = gym.logger.ERROR
     mujoco.set_mju_user_warning(lambda text: None if "settotalmass" in text else print(text))
     torch.set_num_threads(1)  # networks this small gain nothing from more
