@@ -57,7 +57,7 @@ PAPER = (
     "--lam 1.3 --epsilon 0.05 --delta 0.0416666667 --max-epochs 30 --joint-stopping "
     "--initial-log-std 0 --no-scale-actions --no-bootstrap-truncation"
 )
-TARGET_KL = "--max-epochs 10 --target-kl 0.03"
+TARGET_KL = "--max-epochs 10 --value-epochs 10 --target-kl 0.03"
 MILLIONS = "--total-timesteps {}000000"
 SEEDS = list(range(1, 11))
 
@@ -99,7 +99,7 @@ for name, flags in WITHOUT.items():
     flags = f"{flags} --total-timesteps 450000"
     PLAN[f"reported/pong_without_{name}"] = ("spu_atari", ["Pong"], SEEDS[:1], flags)
 # Two processes share Pong's batches.
-PLAN["reported/pong_processes"] = ("spu_atari", ["Pong"], SEEDS[:1], "--total-timesteps 450000")
+PLAN["reported/pong_processes"] = ("spu_atari", ["Pong"], SEEDS[:3], "--total-timesteps 450000")
 LAUNCHERS = {"reported/pong_processes": "-m torch.distributed.run --standalone --nproc-per-node 2"}
 # Part 2 of PROTOCOL.md: six settings of each algorithm's own constants. Seeds from 101 on are for
 # tuning, and no result.
@@ -141,7 +141,8 @@ AFTERWARDS = {
 }
 for name, (script, flags) in AFTERWARDS.items():
     PLAN[f"tuning/{name}"] = (script, TUNING, [101, 102], flags)
-PLAN["tuning/ppo_log_std_0"] = ("benchmark/ppo_continuous", TUNING, [101], "--initial-log-std 0")
+LOG_STD_0 = "--value-epochs 10 --initial-log-std 0"  # 10 was PPO's default when it was run
+PLAN["tuning/ppo_log_std_0"] = ("benchmark/ppo_continuous", TUNING, [101], LOG_STD_0)
 PPO_512 = "--minibatch-size 512 --total-timesteps 400000"
 PLAN["tuning/pong_ppo_512"] = ("benchmark/ppo_atari", ["Pong"], [101], PPO_512)
 # L-infinity without and with a brake, on two tasks.

@@ -155,7 +155,7 @@ def run_ours(env_id, script, epochs):
     the memory from the kernel."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    options = [] if "ppo" in script else ["--delta", "inf"]
+    options = ["--value-epochs", epochs] if "ppo" in script else ["--delta", "inf"]
     batch = BATCH
     if is_atari(env_id):
         games, steps, minibatch = ATARI[epochs]
