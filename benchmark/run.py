@@ -58,6 +58,11 @@ PAPER = (
     "--initial-log-std 0 --no-scale-actions --no-bootstrap-truncation"
 )
 TARGET_KL = "--max-epochs 10 --value-epochs 10 --target-kl 0.03"
+# Is our TRPO a TRPO? With the settings that peers.py gives sb3-contrib's, as far as it has them.
+LIKE_SB3_TRPO = (
+    "--delta 0.01 --max-epochs 5 --learning-rate 1e-3 --no-anneal-lr --initial-log-std 0 "
+    "--clip-actions"
+)
 MILLIONS = "--total-timesteps {}000000"
 SEEDS = list(range(1, 11))
 
@@ -79,6 +84,7 @@ PLAN = {
     "reported/trpo_3m": ("benchmark/trpo_continuous", LONG, SEEDS[:2], MILLIONS.format(3)),
     "reported/sb3_ppo": ("benchmark/peers", WITHIN_1, SEEDS[:2], "--algorithm ppo"),
     "reported/sb3_trpo": ("benchmark/peers", WITHIN_1, SEEDS[:2], "--algorithm trpo"),
+    "reported/trpo_check": ("benchmark/trpo_continuous", WITHIN_1, SEEDS[:2], LIKE_SB3_TRPO),
     "reported/pong_spu": ("spu_atari", ["Pong"], SEEDS[:3], MILLIONS.format(1)),
     "reported/pong_ppo": ("benchmark/ppo_atari", ["Pong"], SEEDS[:3], MILLIONS.format(1)),
     "reported/breakout_spu": ("spu_atari", ["Breakout"], SEEDS[:1], MILLIONS.format(2)),
