@@ -46,6 +46,7 @@ OTHERS = {
     "joint_stopping": "value function stopped too",
     "spu_3m": "SPU, 3 million steps",
     "trpo_3m": "TRPO, 3 million steps",
+    "trpo_check": "TRPO with sb3-contrib's settings",
 }
 PUBLISHED = "SPU in the paper"
 # They have none of the levers of PROTOCOL.md, part 1, which all the others share.
@@ -415,6 +416,24 @@ def ablation_table(data):
     return markdown(header, rows, sentence)
 
 
+def trpo_check_table(data):
+    """Our TRPO beside sb3-contrib's with the same settings, on the seeds that both have."""
+    ours = data.scores.get("trpo_check", {})
+    theirs = data.scores.get("sb3_trpo", {})
+    values = improvement(ours, theirs, data.random)
+    rows = []
+    for task, value in values.items():
+        cells = [cell(shared(x, y)[task]) for x, y in ((theirs, ours), (ours, theirs))]
+        rows.append([task.removesuffix("-v4"), *cells, percent([value])])
+    near = sum(abs(value) <= 0.2 for value in values.values())
+    sentence = (
+        "Mean return of the last 100 episodes ± standard error, and "
+        f"(ours − random) / (theirs − random) − 1: within 20 % in {near} of {len(values)} tasks."
+    )
+    sentence += counts(data, ["trpo_check"]) if rows else ""
+    return markdown(["", "sb3-contrib's", "ours", "difference"], rows, sentence)
+
+
 def sensitivity(data, ranges):
     """{group: mean improvement over TRPO} of the random vectors of constants, the worst first."""
     means = {}
@@ -594,6 +613,7 @@ TABLES = {
     "improvement": improvement_table,
     "iqm": iqm_table,
     "ablation": ablation_table,
+    "trpo_check": trpo_check_table,
     "sensitivity": sensitivity_table,
     "speed": speed_table,
     "pong": pong_table,

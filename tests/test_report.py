@@ -100,6 +100,11 @@ def made_up(tmp_path_factory):
     add(results, "games_spu", "Enduro", 1, 94)
     add(results, "games_ppo", "Enduro", 1, 100)
     add(results, "sb3_ppo", "Hopper-v4", 7, 142, 1000, 1442)
+    add(results, "sb3_trpo", "Hopper-v4", 1, 142, 1142)  # 0.5
+    add(results, "trpo_check", "Hopper-v4", 1, 142, 1262)  # 0.56, 12 % more
+    add(results, "trpo_check", "Hopper-v4", 2, 142, 99999)  # sb3-contrib's has no seed 2
+    add(results, "sb3_trpo", "Walker2d-v4", 1, 1663)  # 0.5
+    add(results, "trpo_check", "Walker2d-v4", 1, 1163)  # 0.25, half of it
     (results / "random.csv").write_text(RANDOM)
     (results / "speed.csv").write_text(SPEED)
     (folder / "benchmark" / "agents").mkdir()
@@ -122,6 +127,12 @@ def table(folder, name):
     header, _, *rows = [[cell.strip() for cell in row] for row in cells]
     assert all(len(row) == len(header) for row in rows)
     return [header, *rows], footnote
+
+
+def test_our_trpo_is_compared_with_the_librarys_on_shared_seeds(made_up):
+    rows, footnote = table(made_up, "trpo_check")
+    assert rows[1:] == [["Hopper", "1142", "1262", "+12 %"], ["Walker2d", "1663", "1163", "-50 %"]]
+    assert "within 20 % in 1 of 2 tasks" in footnote
 
 
 def test_scores_are_means_with_standard_errors_and_the_best_is_bold(made_up):
