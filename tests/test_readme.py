@@ -1,5 +1,6 @@
 """What the READMEs claim: their code runs, their commands parse, their links and test names exist."""
 
+import csv
 import importlib
 import re
 import shlex
@@ -118,6 +119,15 @@ def test_the_two_losses_are_those_of_the_scripts():
     assert names["ppo_loss"] == importlib.import_module("benchmark.ppo_continuous").ppo_loss(
         ratio, A, 0.2
     )
+
+
+def test_the_returns_under_the_pictures_are_those_of_the_agents():
+    with open(ROOT / "benchmark" / "agents" / "agents.csv") as file:
+        scores = {row["task"]: float(row["evaluation"]) for row in csv.DictReader(file)}
+    shown = [scores[task] for task in ("Walker2d-v4", "Ant-v4", "HalfCheetah-v4", "Pong")]
+    said = re.search(r"Mean returns of \[these agents\].* over 10 episodes: (.*)\.\n", README)[1]
+    numbers = re.findall(r"[\d.]+", said)
+    assert numbers == [f"{score:.4g}" for score in shown]
 
 
 def test_every_python_block_is_one_of_the_tested_ones():
