@@ -12,8 +12,9 @@ action space and bootstrap at time limits.
   PPO   10 epochs of minibatches of 64, clip 0.2, step size 3e-4 annealed to 0, no entropy bonus.
         The rest is the library's default: value coefficient 0.5, gradient norm at most 0.5,
         advantages normalised per minibatch.
-  TRPO  KL at most 0.01, 10 conjugate gradient steps, damping 0.1, and 5 epochs of minibatches of 64
-        with step size 1e-3 for the value network. These are the values of OpenAI baselines, whose
+  TRPO  KL at most 0.01 (the library takes the mean over the action's dimensions, where TRPO has the
+        sum: so it is 0.01 for each of them), 10 conjugate gradient steps, damping 0.1, and 5 epochs
+        of minibatches of 64 with step size 1e-3 for the value network. These are the values of OpenAI baselines, whose
         TRPO the paper ran. It had 1024 steps per iteration and GAE lambda 0.98; here both are what
         all the other algorithms have.
 

@@ -46,7 +46,6 @@ OTHERS = {
     "joint_stopping": "value function stopped too",
     "spu_3m": "SPU, 3 million steps",
     "trpo_3m": "TRPO, 3 million steps",
-    "trpo_check": "TRPO with sb3-contrib's settings",
 }
 PUBLISHED = "SPU in the paper"
 # They have none of the levers of PROTOCOL.md, part 1, which all the others share.
@@ -418,7 +417,8 @@ def ablation_table(data):
 
 def trpo_check_table(data):
     """Our TRPO beside sb3-contrib's with the same settings, on the seeds that both have."""
-    ours = data.scores.get("trpo_check", {})
+    groups = [group for group in data.scores if group.startswith("trpo_check_")]
+    ours = {task: seeds for group in groups for task, seeds in data.scores[group].items()}
     theirs = data.scores.get("sb3_trpo", {})
     values = improvement(ours, theirs, data.random)
     rows = []
@@ -430,7 +430,8 @@ def trpo_check_table(data):
         "Mean return of the last 100 episodes ± standard error, and "
         f"(ours − random) / (theirs − random) − 1: within 20 % in {near} of {len(values)} tasks."
     )
-    sentence += counts(data, ["trpo_check"]) if rows else ""
+    seeds = span(len(seeds) for seeds in shared(ours, theirs).values()) if rows else ""
+    sentence += f" Seeds of each task: {seeds}." if rows else ""
     return markdown(["", "sb3-contrib's", "ours", "difference"], rows, sentence)
 
 

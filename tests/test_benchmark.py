@@ -189,7 +189,16 @@ def test_the_tuning_runs_are_those_of_the_protocol():
     rows = re.findall(r"^\| (\d) \| (.*) \| (.*) \| (.*) \|$", text, re.MULTILINE)
     assert [number for number, *_ in rows] == list("123456")
     tasks = ["HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Humanoid-v4", "Reacher-v4"]
-    others = {"linf_1", "linf_2", "ppo_7", "trpo_7", "ppo_log_std_0", "pong_ppo_512"}
+    others = {
+        "linf_1",
+        "linf_2",
+        "ppo_7",
+        "trpo_7",
+        "trpo_8",
+        "trpo_9",
+        "ppo_log_std_0",
+        "pong_ppo_512",
+    }
     groups = {group for group in benchmark_run.PLAN if group.startswith("tuning/")}
     assert len(groups) == 18 + len(others) and all(f"tuning/{name}" in groups for name in others)
     assert all(f"`tuning/{name}`" in text for name in others)

@@ -101,10 +101,10 @@ def made_up(tmp_path_factory):
     add(results, "games_ppo", "Enduro", 1, 100)
     add(results, "sb3_ppo", "Hopper-v4", 7, 142, 1000, 1442)
     add(results, "sb3_trpo", "Hopper-v4", 1, 142, 1142)  # 0.5
-    add(results, "trpo_check", "Hopper-v4", 1, 142, 1262)  # 0.56, 12 % more
-    add(results, "trpo_check", "Hopper-v4", 2, 142, 99999)  # sb3-contrib's has no seed 2
+    add(results, "trpo_check_3", "Hopper-v4", 1, 142, 1262)  # 0.56, 12 % more
+    add(results, "trpo_check_3", "Hopper-v4", 2, 142, 99999)  # sb3-contrib's has no seed 2
     add(results, "sb3_trpo", "Walker2d-v4", 1, 1663)  # 0.5
-    add(results, "trpo_check", "Walker2d-v4", 1, 1163)  # 0.25, half of it
+    add(results, "trpo_check_6", "Walker2d-v4", 1, 1163)  # 0.25, half of it
     (results / "random.csv").write_text(RANDOM)
     (results / "speed.csv").write_text(SPEED)
     (folder / "benchmark" / "agents").mkdir()
