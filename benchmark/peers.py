@@ -14,9 +14,9 @@ action space and bootstrap at time limits.
         advantages normalised per minibatch.
   TRPO  KL at most 0.01 (the library takes the mean over the action's dimensions, where TRPO has the
         sum: so it is 0.01 for each of them), 10 conjugate gradient steps, damping 0.1, and 5 epochs
-        of minibatches of 64 with step size 1e-3 for the value network. These are the values of OpenAI baselines, whose
-        TRPO the paper ran. It had 1024 steps per iteration and GAE lambda 0.98; here both are what
-        all the other algorithms have.
+        of minibatches of 64 with step size 1e-3 for the value network. These are the values of
+        OpenAI baselines, whose TRPO the paper ran, with the KL as a sum. It had 1024 steps per
+        iteration and GAE lambda 0.98; here both are what all the other algorithms have.
 
 An Atari game by its short name (--algorithm ppo --env-id Pong) is played with CnnPolicy, 8 games x
 256 steps, minibatches of 512 and step size 1e-4 annealed to 0, and for the rest as baselines' PPO
