@@ -262,16 +262,17 @@ class Agent(nn.Module):
 
 def collect(env, agent, args, obs, step, writer):
     """num_steps steps with pi_k. Acting needs no values: `estimate` computes them all at once."""
+    policy = agent.policy
     # Acting reads the parameters' memory in numpy: this fails if .to() or .double() has moved it.
-    assert np.shares_memory(agent.policy.in_numpy["w1"], agent.policy.vector.numpy())
-    std = agent.policy.params["log_std"].exp()
+    assert np.shares_memory(policy.in_numpy["w1"], policy.vector.numpy())
+    std = policy.params["log_std"].exp()
     noise = (std * torch.randn(args.num_steps, len(std))).numpy()
     batch = []
     for t in range(args.num_steps):
         if obs is None:  # seeded by torch, so that its generator decides everything
             obs, _ = env.reset(seed=int(torch.randint(2**31, ())))
             obs = obs.copy()
-        action = agent.mean(obs) + noise[t]
+        action = policy.outputs(agent.normalize(obs)) + noise[t]
         next_obs, reward, terminated, truncated, info = env.step(agent.to_environment(action))
         next_obs = next_obs.copy()  # some environments will write into the same array
         batch.append((obs, action, reward, next_obs, terminated, truncated))
