@@ -333,18 +333,14 @@ def improvement_table(data):
         if not values:
             continue
         groups += [x, y]
-        paper = f"{average:+d} %" if average else "—"
-        if key and len(values) < 10:
-            same = mean(data.published[task][key] for task in values)
-            paper = f"{same:+.0f} % (of all ten {average:+d})"
         median = percent([np.median(list(values.values()))])
         won = f"{sum(value > 0 for value in values.values())} of {len(values)}"
         span_without = "—"
         if len(values) > 1:
             low, high = without_any_one(values.values())
             span_without = f"{100 * low:+.0f} to {percent([high])}"
-        tuned = percent(value for task, value in values.items() if task in TUNING)
-        held_out = percent(value for task, value in values.items() if task not in TUNING)
+        tuned = {task: value for task, value in values.items() if task in TUNING}
+        held_out = {task: value for task, value in values.items() if task not in TUNING}
         runs, others = shared(scores[x], scores[y]), shared(scores[y], scores[x])
         parts = [normalised(runs, data), normalised(others, data)]
         chance = f"**{probability_of_improvement(*parts):.2f}**"
@@ -357,15 +353,22 @@ def improvement_table(data):
         title = f"{name(x)} over {name(y).removesuffix(', 3 million steps')}"
         if len({x, y} & set(WITHOUT_LEVERS)) == 1:
             title += " (†)"
-        row = [title, chance, won, median, average_here, span_without, tuned, held_out, paper]
+        row = [title, chance, won, median, average_here, span_without]
+        for tasks in (tuned, held_out):
+            row.append(percent(tasks.values()))
+            if key and tasks:
+                row[-1] += f"<br>({percent(data.published[task][key] / 100 for task in tasks)})"
+        row.append(f"{average:+d} %" if average else "—")
         rows.append([*row, span(len(seeds) for seeds in runs.values())])
     header = ["", "P(better)", "tasks won", "median", "mean", "mean without any one task"]
-    header += ["tuning tasks", "held-out tasks", "the paper", "seeds"]
+    header += ["tuning tasks<br>(the paper)", "held-out tasks<br>(the paper)"]
+    header += ["all ten in the paper", "seeds"]
     sentence = (
         "P(better): how often a run of X beats one of Y in the same task. The other numbers are of "
         "(X − random) / (Y − random) − 1, with means over shared seeds, in each task: its median, "
         "its mean, the range of that mean when any one task is left out, and its means over the "
-        "tasks of the tuning and the others. Below, 95 % bootstrap intervals, from "
+        "tasks of the tuning and the others, with the paper's for the same tasks in brackets. "
+        "Below, 95 % bootstrap intervals, from "
         f"{INTERVAL_SEEDS} seeds on. (†) One of the two has none of the levers that the others "
         "share."
     )

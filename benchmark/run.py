@@ -22,6 +22,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -253,6 +254,7 @@ def run(group, env, seed):
         keep(group, env, seed, agent.parent)
 
 
+@cache  # `main` asks before the first job: by the end of one the tree may have moved on
 def commit():
     """Of the scripts that run, with a + if they are not as committed."""
     git = ["git", "-C", str(ROOT)]
@@ -318,6 +320,7 @@ def main():
         for group, env, seed in jobs:
             print(f"python benchmark/run.py {group} --only {env}__{seed}")
         return
+    commit()
     failures = []
     with ThreadPoolExecutor(args.jobs) as pool, tqdm(total=len(jobs), unit="job") as bar:
         for failure in pool.map(lambda job: run(*job), jobs):

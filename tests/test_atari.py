@@ -529,6 +529,20 @@ def test_a_run_is_carried_on_and_then_replayed_and_filmed(trained):
     assert frames.get_meta_data()["duration"] > 5  # seconds, at the game's own speed
 
 
+@torch.no_grad()
+def test_the_agent_of_the_repository_wins_points_at_pong():
+    saved = torch.load(ROOT / "benchmark" / "agents" / "Pong.pt", weights_only=True)
+    args = Args(**saved["args"])
+    torch.manual_seed(0)
+    games = Games(args, 4, seed=0)
+    agent = spu_atari.Agent(games.envs.single_action_space.n)
+    agent.load_state_dict(saved["agent"])
+    for _ in range(600):
+        log_probs, _ = agent(torch.from_numpy(games.obs))
+        games.step(log_probs.exp().multinomial(1)[:, 0].numpy())
+    assert games.scores.sum() > 0  # an untrained agent loses some ten points in each of them
+
+
 def test_the_film_is_of_the_game_that_is_played(tmp_path, capsys):
     """The twin in colour, made grey and small, is what the agent saw."""
     agent, _ = processes.new_agent()

@@ -160,6 +160,27 @@ def test_an_agent_of_the_repository_plays_as_its_table_says(task, tmp_path):
     assert score == pytest.approx(float(row["evaluation"]), rel=0.05)
 
 
+def test_a_header_has_the_commit_that_the_jobs_started_from(runner, monkeypatch, tmp_path):
+    def commit():
+        identity = ["-c", "user.name=x", "-c", "user.email=x"]
+        git = ["git", "-C", str(tmp_path), *identity, "commit", "--allow-empty", "-qm", "x"]
+        subprocess.run(git, check=True)
+
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    commit()
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setitem(runner.PLAN, "small", (*runner.PLAN["small"][:2], [], ""))  # no jobs
+    runner.commit.cache_clear()
+    try:
+        main(monkeypatch, "small")
+        head = ["git", "-C", str(tmp_path), "rev-parse", "--short", "HEAD"]
+        at_the_start = subprocess.run(head, capture_output=True, text=True).stdout.strip()
+        commit()
+        assert runner.commit() == at_the_start
+    finally:
+        runner.commit.cache_clear()
+
+
 def test_an_unknown_group_is_refused(runner, monkeypatch):
     with pytest.raises(SystemExit, match="There is no group large: the plan has small"):
         main(monkeypatch, "large")
