@@ -1,9 +1,9 @@
 """Every table and picture of the benchmark, made from the CSV files in benchmark/results/.
 
-    python benchmark/report.py            # print the tables, put them into the READMEs, draw
+    python benchmark/report.py            # print the tables, put them into the pages, draw
     python benchmark/report.py --check    # write nothing; exit code 1 if a table is out of date
 
-A README says where a table goes: what stands between `<!-- report: NAME -->` and
+A page says where a table goes: what stands between `<!-- report: NAME -->` and
 `<!-- end of report -->` is replaced by it. The names are those of TABLES, at the end of this file.
 
 The score of a run is the mean return of its last 100 episodes. With means over seeds, the paper's
@@ -78,6 +78,31 @@ WITHOUT = {
     "games": "32 games (8 × 256 steps, minibatches of 512 instead)",
     "region": "ε 0.06 (the paper's 0.0154 instead)",
 }
+# Settings of PROTOCOL.md, in the order of its tables; those that were chosen are in bold.
+CHOSEN = ["screen_combined_values", "spu_1", "ppo_4", "ppo_6", "trpo_4"]
+ATARI_TUNING = {
+    "spu_4_epochs": "SPU, 4 epochs, δ 0.01, ε 0.03",
+    "spu_2_epochs": "SPU, 2 epochs",
+    "spu_minibatch_512": "SPU, minibatch 512",
+    "spu_delta_02": "**SPU, δ 0.02, ε 0.06**",
+    "ppo_follow": "PPO, the step size follows 0.01",
+    "ppo_anneal": "PPO, annealed from 2.5e-4",
+    "ppo_delta_02": "PPO, the step size follows 0.02",
+    "ppo_clip_02": "**PPO, the step size follows 0.02, clip 0.2**",
+    "ppo_minibatch_512": "PPO, the step size follows 0.02, minibatch 512",
+    "ppo_512": "PPO, the step size follows 0.02, clip 0.2, minibatch 512 (`pong_ppo_512`)",
+}
+UNITS = {  # of robustness.csv
+    "Plain": "the task's own",
+    "Actions10": "actions from −10 to 10",
+    "Actions100": "actions from −100 to 100",
+    "ActionsNear100": "actions from 99 to 101",
+    "ObsSmall": "observations × 1e-4",
+    "ObsFar": "observations × 1e4 + 1e6",
+    "RewardSmaller": "rewards × 1e-3",
+    "RewardSmall": "rewards × 1e-4",
+    "RewardLarge": "rewards × 1e4",
+}
 
 
 @dataclass
@@ -100,15 +125,22 @@ class Data:
     speed: list  # the rows of speed.csv
     agents: list  # the rows of agents.csv
     headers: dict = field(default_factory=dict)  # {(group, task, seed): {name: number}}
+    tuning: dict = field(default_factory=dict)  # like runs
+    units: list = field(default_factory=list)  # the rows of robustness.csv
 
     @property
-    def scores(self):  # {group: {task: {seed: score}}}
-        scores = {}
-        for group, tasks in self.runs.items():
-            scores[group] = {}
-            for task, seeds in tasks.items():
-                scores[group][task] = {seed: float(curve[-1, 1]) for seed, curve in seeds.items()}
-        return scores
+    def scores(self):
+        return final(self.runs)
+
+
+def final(runs):
+    """{group: {task: {seed: score}}}"""
+    scores = {}
+    for group, tasks in runs.items():
+        scores[group] = {}
+        for task, seeds in tasks.items():
+            scores[group][task] = {seed: float(curve[-1, 1]) for seed, curve in seeds.items()}
+    return scores
 
 
 def load(results):
@@ -118,15 +150,18 @@ def load(results):
     for path in sorted(results.glob("reported/*/*__*.csv")):
         group = path.parent.name
         task, seed = path.stem.rsplit("__", 1)
-        if rows := read_rows(path):
-            columns = [[float(row[name] or "nan") for row in rows] for name in rows[0]]
-            tasks = data.runs.setdefault(group, {})
-            tasks.setdefault(task, {})[int(seed)] = np.array(columns).T
+        if (curve := read_curve(path)) is not None:
+            data.runs.setdefault(group, {}).setdefault(task, {})[int(seed)] = curve
             command, *header = path.read_text().splitlines()[:5]
             numbers = re.findall(r"(\w+): (-?[\d.]+)", " ".join(header))
             data.headers[group, task, int(seed)] = {key: float(x) for key, x in numbers}
             command = re.sub(r" --(env-id|seed|algorithm) \S+", "", command)
             data.options[group] = command.partition(".py")[2].strip()
+    for path in sorted(results.glob("tuning/*/*.csv")):
+        task, _, seed = path.stem.partition("__")
+        tasks = data.tuning.setdefault(path.parent.name, {})
+        tasks.setdefault(task, {})[int(seed or 101)] = read_curve(path)
+    data.units = read_rows(results / "robustness.csv")
     for row in read_rows(results / "random.csv"):
         if row["actions"] == "uniform":  # random_policy.py says why
             data.random[row["env_id"]] = float(row["mean"])
@@ -142,6 +177,12 @@ def read_rows(path):
     """The rows of a CSV file as dictionaries, without its comments; none if there is no file."""
     lines = path.read_text().splitlines() if path.exists() else []
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+def read_curve(path):
+    """The columns of a run's CSV, or None if no episode ended in it."""
+    rows = read_rows(path)
+    return np.array([[float(x or "nan") for x in row.values()] for row in rows]) if rows else None
 
 
 def shared(x, y):
@@ -499,6 +540,86 @@ def speed_table(data):
     return markdown(header, table, note)
 
 
+def units_table(data):
+    """One small task in many units: the mean of the seeds of each algorithm."""
+    found = {row["algorithm"] for row in data.units}
+    algorithms = [name for name in ("random", "SB3 PPO", "our PPO", "SPU") if name in found]
+    rows = []
+    for units, title in UNITS.items() if algorithms else []:
+        cells = []
+        for algorithm in algorithms:
+            same = [
+                row for row in data.units if (row["algorithm"], row["units"]) == (algorithm, units)
+            ]
+            cells.append(number(mean(float(row["return"]) for row in same)) if same else "—")
+        rows.append([title, *cells])
+    seeds = {row["seed"] for row in data.units}
+    sentence = (
+        "Mean returns in the task's own unit, played with the mean action after 20,480 steps of "
+        f"training. Seeds: {len(seeds)}."
+    )
+    return markdown(["units", *algorithms], rows, sentence)
+
+
+# ---- Tables: the protocol
+
+
+def tuning_table(data, algorithms):
+    """A row per setting of these algorithms: each seed's score, and the protocol's criterion."""
+    rows = []
+    for algorithm in algorithms:
+        for group in sorted(name for name in data.tuning if name.startswith(f"{algorithm}_")):
+            scores = final(data.tuning)[group]
+            parts = []
+            cells = []
+            for task in TUNING:
+                seeds = list(scores.get(task, {}).values())
+                cells.append(", ".join(f"{score:.4g}" for score in seeds) or "—")
+                if seeds:
+                    parts += [(task, x.mean()) for x in normalised({task: scores[task]}, data)]
+            averages = ["—", "—"]
+            if len(parts) == len(TUNING):
+                others = [x for task, x in parts if task != "Humanoid-v4"]
+                averages = [f"{mean(x for _, x in parts):.2f}", f"{mean(others):.2f}"]
+            title = f"`{group}`"
+            if group in CHOSEN:
+                title, averages[0] = f"**{title}**", f"**{averages[0]}**"
+            rows.append([title, *cells, *averages])
+    header = ["setting", *(task.removesuffix("-v4") for task in TUNING)]
+    sentence = (
+        "The score of each seed, and the average over tasks of (X − random) / (published SPU − "
+        "random). What was chosen is in bold."
+    )
+    return markdown([*header, "average", "without Humanoid"], rows, sentence)
+
+
+def levers_table(data):
+    return tuning_table(data, ["screen"])
+
+
+def constants_table(data):
+    return tuning_table(data, ["spu", "ppo", "trpo"])
+
+
+def tuning_atari_table(data):
+    """A row per setting: the end of its curves, and when Pong's first was 18."""
+    prototypes = data.tuning.get("atari", {})
+    rows = []
+    for setting, title in ATARI_TUNING.items():
+        pong = prototypes.get(f"pong_{setting}") or data.tuning.get(f"pong_{setting}", {}).get(
+            "Pong"
+        )
+        breakout = prototypes.get(f"breakout_{setting}")
+        if pong:
+            (curve,) = pong.values()
+            reached = first_reached(curve, 18)
+            cells = [number(curve[-1, 1]), f"{reached:,}" if reached else "—"]
+            cells.append(number(breakout[101][-1, 1]) if breakout else "—")
+            rows.append([title, *cells])
+    header = ["", "Pong", "18 reached after", "Breakout"]
+    return markdown(header, rows, "Mean of the last 100 games of training, after 397,312 steps.")
+
+
 # ---- Tables: Atari
 
 
@@ -619,11 +740,15 @@ TABLES = {
     "ablation": ablation_table,
     "trpo_check": trpo_check_table,
     "sensitivity": sensitivity_table,
+    "units": units_table,
     "speed": speed_table,
     "pong": pong_table,
     "without": without_table,
     "games": games_table,
     "agents": agents_table,
+    "levers": levers_table,
+    "constants": constants_table,
+    "tuning_atari": tuning_atari_table,
 }
 
 
@@ -834,7 +959,7 @@ def main():
         refuse(f"there is no folder {args.results}.")
     data = load(args.results)
     tables = {table: make(data) for table, make in TABLES.items()}
-    for title in ("README.md", "benchmark/README.md"):
+    for title in ("README.md", "benchmark/README.md", "benchmark/PROTOCOL.md"):
         readme = args.output / title
         if not readme.exists():
             continue

@@ -2,12 +2,11 @@
 
 A point in the plane is to be moved to the origin in 30 steps (Point, in tests/toy_envs.py). Only
 the units change: of actions, observations or rewards. Returns are divided by the reward's unit, so
-that every row should read the same: random actions give about -27, a good policy -1 to -3.
+that every row should read the same.
 
     python benchmark/robustness.py            # run what is missing in results/robustness.csv
-    python benchmark/robustness.py --table    # print the table of what is there
 
-Each cell is the mean of three seeds, 20,480 steps each, played with the mean action.
+Three seeds, 20,480 steps each, played with the mean action; report.py makes a table of it.
 """
 
 import argparse
@@ -28,10 +27,29 @@ from toy_envs import POINTS  # noqa: E402
 STEPS = 20_480
 SEEDS = [1, 2, 3]
 SCRIPTS = {
+    "random": "benchmark/robustness.py",
     "SPU": "spu_continuous.py",
     "our PPO": "benchmark/ppo_continuous.py",
     "SB3 PPO": "benchmark/robustness.py",
 }
+
+
+def play_random(units, seed):
+    """Uniform actions; print the mean return of 100 episodes."""
+    import gymnasium as gym
+
+    env = gym.make(f"Point{units}-v0")
+    env.action_space.seed(seed)
+    env.reset(seed=seed)
+    total = 0.0
+    for _ in range(100):
+        env.reset()
+        ended = False
+        while not ended:
+            _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
+            total += float(reward)
+            ended = terminated or truncated
+    print(f"return {total / 100} ±")
 
 
 def play_sb3(units, seed):
@@ -53,8 +71,8 @@ def play_sb3(units, seed):
 def run(job):
     """Train once; returns the row of the table of results."""
     name, units, seed = job
-    if name == "SB3 PPO":
-        options = ["--sb3", units, "--seed", str(seed)]
+    if "robustness" in SCRIPTS[name]:
+        options = ["--play", name, "--units", units, "--seed", str(seed)]
     else:
         options = ["--env-id", f"toy_envs:Point{units}-v0", "--seed", str(seed), "--no-compile"]
         options += ["--total-timesteps", str(STEPS), "--eval-episodes", "20"]
@@ -68,49 +86,36 @@ def run(job):
     return [name, units, seed, score / POINTS[units].get("reward_scale", 1.0)]
 
 
-def read():
+def finished():
+    """The jobs whose results are there."""
     if not RESULTS.exists():
-        return {}
+        return set()
     with open(RESULTS) as file:
-        return {(row["algorithm"], row["units"], int(row["seed"])): float(row["return"])
-                for row in csv.DictReader(file)}  # fmt: skip
-
-
-def table(scores):
-    print(f"| units | {' | '.join(SCRIPTS)} |")
-    print("|---" * (len(SCRIPTS) + 1) + "|")
-    for units, changes in POINTS.items():
-        cells = []
-        for name in SCRIPTS:
-            found = [scores[name, units, seed] for seed in SEEDS if (name, units, seed) in scores]
-            cells.append(f"{sum(found) / len(found):.1f}" if found else "-")
-        said = (
-            ", ".join(f"{key} {value:g}" for key, value in changes.items()) or "as they should be"
-        )
-        print(f"| {said} | {' | '.join(cells)} |")
+        rows = csv.DictReader(file)
+        return {(row["algorithm"], row["units"], int(row["seed"])) for row in rows}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--table", action="store_true", help="print what is there, run nothing")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one core each")
-    parser.add_argument("--sb3", help=argparse.SUPPRESS)
+    parser.add_argument("--play", choices=["random", "SB3 PPO"], help=argparse.SUPPRESS)
+    parser.add_argument("--units", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.sb3:
-        return play_sb3(args.sb3, args.seed)
-    if not args.table:
-        jobs = [(name, units, seed) for seed in SEEDS for units in POINTS for name in SCRIPTS]
-        missing = [job for job in jobs if job not in read()]
-        new = not RESULTS.exists()
-        with open(RESULTS, "a", newline="") as file, ThreadPoolExecutor(args.jobs) as pool:
-            writer = csv.writer(file, lineterminator="\n")
-            if new:
-                writer.writerow(["algorithm", "units", "seed", "return"])
-            for row in pool.map(run, missing):
-                writer.writerow([*row[:3], f"{row[3]:.4f}"])
-                file.flush()
-    table(read())
+    if args.play:
+        play = play_random if args.play == "random" else play_sb3
+        play(args.units, args.seed)
+        return
+    jobs = [(name, units, seed) for seed in SEEDS for units in POINTS for name in SCRIPTS]
+    missing = [job for job in jobs if job not in finished()]
+    new = not RESULTS.exists()
+    with open(RESULTS, "a", newline="") as file, ThreadPoolExecutor(args.jobs) as pool:
+        writer = csv.writer(file, lineterminator="\n")
+        if new:
+            writer.writerow(["algorithm", "units", "seed", "return"])
+        for row in pool.map(run, missing):
+            writer.writerow([*row[:3], f"{row[3]:.4f}"])
+            file.flush()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@ RANDOM = "env_id,actions,episodes,mean,standard_error\n" + "".join(
         ("Hopper-v4", 142),
         ("Walker2d-v4", 663),
         ("Swimmer-v4", 8.4),
+        ("HalfCheetah-v4", 111),
+        ("Humanoid-v4", -201),
+        ("Reacher-v4", -16.1),
         ("Pong", -21),
         ("Breakout", 1),
         ("Qbert", 0),
@@ -33,6 +36,13 @@ for number, (spu_30, our_ppo) in enumerate([(3000, 5500), (3300, 6000), (5000, 5
     SPEED += f"Hopper-v4,{number},spu,10,5000,\nHopper-v4,{number},sb3_ppo,10,1000,\n"
     SPEED += f"Hopper-v4,{number},plain_ppo,10,900,\nHopper-v4,{number},our_ppo,10,{our_ppo},\n"
     SPEED += f"Hopper-v4,{number},spu,30,{spu_30},{400 + 10 * number}\n"
+UNITS = "algorithm,units,seed,return\n" + "".join(
+    f"{algorithm},{units},{seed},{-seed * score}\n"
+    for seed in (1, 2)
+    for algorithm, units, score in (
+        ("SPU", "Plain", 2), ("random", "Plain", 20), ("SPU", "RewardLarge", 4)
+    )
+)  # fmt: skip
 AGENTS = """task,script,seed,seeds,training_score,evaluation
 Hopper-v4,spu_continuous.py,2,3,1842.0,1950.5
 Pong,spu_atari.py,1,1,20.04,19.6
@@ -40,9 +50,11 @@ Pong,spu_atari.py,1,1,20.04,19.6
 STEP = 204_800
 
 
-def add(results, group, env, seed, *returns, first=1, flags="", kl=0.01, header=""):
+def add(
+    results, group, env, seed, *returns, first=1, flags="", kl=0.01, header="", kind="reported"
+):
     """A run with these returns, one every STEP steps."""
-    path = results / "reported" / group / f"{env}__{seed}.csv"
+    path = results / kind / group / f"{env}__{seed}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     header = f"# command: python x.py --env-id {env} --seed {seed}{flags}\n# commit: abc\n{header}"
     rows = "".join(f"{STEP * i},{value},{kl}\n" for i, value in enumerate(returns, first))
@@ -105,6 +117,19 @@ def made_up(tmp_path_factory):
     add(results, "trpo_check_3", "Hopper-v4", 2, 142, 99999)  # sb3-contrib's has no seed 2
     add(results, "sb3_trpo", "Walker2d-v4", 1, 1663)  # 0.5
     add(results, "trpo_check_6", "Walker2d-v4", 1, 1163)  # 0.25, half of it
+    middle = {"Hopper": 1142, "Walker2d": 1663, "HalfCheetah": 1111, "Humanoid": 299}
+    for task, score in (middle | {"Reacher": -11.1}).items():  # normalised: 0.5
+        add(results, "spu_1", f"{task}-v4", 101, score, kind="tuning")
+    add(results, "spu_1", "Hopper-v4", 102, 2142, kind="tuning")  # 1, so that Hopper has 0.75
+    add(results, "spu_1", "Humanoid-v4", 102, 799, kind="tuning")
+    add(results, "trpo_2", "Hopper-v4", 101, 142, kind="tuning")
+    add(results, "screen_floor", "Hopper-v4", 101, 642, kind="tuning")
+    add(results, "pong_ppo_512", "Pong", 101, -21, 5.4, kind="tuning")
+    atari = results / "tuning" / "atari"
+    atari.mkdir()
+    (atari / "pong_spu_delta_02.csv").write_text("# x\nstep,return\n1000,18.2\n2000,19\n")
+    (atari / "breakout_spu_delta_02.csv").write_text("# x\nstep,return\n1000,17\n")
+    (results / "robustness.csv").write_text(UNITS)
     (results / "random.csv").write_text(RANDOM)
     (results / "speed.csv").write_text(SPEED)
     (folder / "benchmark" / "agents").mkdir()
@@ -249,6 +274,27 @@ def test_atari_tables(made_up):
         in footnote
     )
     assert "the median is +33 %, the mean +40 %" in footnote
+
+
+def test_the_tables_of_the_protocol(made_up):
+    rows, _ = table(made_up, "constants")
+    assert [row[0] for row in rows] == ["setting", "**`spu_1`**", "`trpo_2`"]
+    assert rows[1][1:] == ["1111", "1142, 2142", "299, 799", "-11.1", "1663", "**0.60**", "0.56"]
+    assert rows[2][1:] == ["—", "142", "—", "—", "—", "—", "—"]  # no average without all tasks
+    rows, _ = table(made_up, "levers")
+    assert rows[1][:3] == ["`screen_floor`", "—", "642"]
+    rows, _ = table(made_up, "tuning_atari")
+    assert rows[1:] == [
+        ["**SPU, δ 0.02, ε 0.06**", "19.0", "1,000", "17.0"],
+        ["PPO, the step size follows 0.02, clip 0.2, minibatch 512 (`pong_ppo_512`)", "5.4", "—", "—"],
+    ]  # fmt: skip
+
+
+def test_one_task_in_many_units(made_up):
+    rows, footnote = table(made_up, "units")
+    assert rows[0] == ["units", "random", "SPU"] and len(rows) == 10
+    assert rows[1] == ["the task's own", "-30.0", "-3.0"]
+    assert rows[9] == ["rewards × 1e4", "—", "-6.0"] and footnote.endswith("Seeds: 2.")
 
 
 def test_the_table_of_agents_has_seed_and_scores(made_up):
