@@ -4,6 +4,7 @@ import csv
 import importlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,27 +45,30 @@ def test_the_example_environment_is_learnt(tmp_path):
     assert float(re.search(r"return (-?[\d.]+) ±", said).group(1)) > -5
 
 
-def test_the_example_program_replays_an_agent(tmp_path):
-    options = [
-        "--env-id",
-        "InvertedPendulum-v4",
-        "--total-timesteps",
-        2048,
-        "--no-compile",
-        "--eval-episodes",
-        1,
-    ]
-    said = run("spu_continuous", *options, "--seed", 0, cwd=tmp_path).stdout
-    (run_dir(tmp_path) / "agent.pt").rename(tmp_path / "agent.pt")
+def test_the_example_program_plays_an_agent_as_its_script_does(tmp_path):
     (tmp_path / "replay.py").write_text(python_block("replay.py"))
-    line, extra = [sys.executable, "replay.py"], environment(PYTHONPATH=str(ROOT))
-    done = subprocess.run(
-        line, cwd=tmp_path, env=extra, capture_output=True, text=True, timeout=100
-    )
+    line, extra = [sys.executable, tmp_path / "replay.py"], environment(PYTHONPATH=str(ROOT))
+    done = subprocess.run(line, cwd=ROOT, env=extra, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+    agent = ROOT / "benchmark" / "agents" / "Walker2d-v4.pt"
+    options = ["--evaluate", agent, "--seed", 1, "--eval-episodes", 1]
+    said = run("spu_continuous", *options, cwd=tmp_path).stdout
     assert float(done.stdout.split()[1]) == pytest.approx(
         float(re.search(r"return (\S+)", said).group(1)), abs=0.1
     )
+
+
+def test_the_wider_network_has_the_sizes_of_the_recipe_and_trains(tmp_path):
+    (line,) = [line for line in commands(README) if "spu_wide" in line]
+    shutil.copy(ROOT / "spu_continuous.py", tmp_path)
+    subprocess.run(line, shell=True, check=True, cwd=tmp_path)
+    options = ["--env-id", "InvertedPendulum-v4", "--total-timesteps", "2048", "--no-compile"]
+    train = [sys.executable, "spu_wide.py", *options, "--eval-episodes", "1"]
+    subprocess.run(train, cwd=tmp_path, env=environment(), check=True, timeout=100)
+    agent = torch.load(run_dir(tmp_path) / "agent.pt", weights_only=True)["agent"]
+    size = 4 * 256 + 256 + 256 * 128 + 128 + 128 * 1 + 1  # observations are 4 numbers
+    assert len(agent["value.vector"]) == size and len(agent["policy.vector"]) == size + 1
+    assert agent["value.steps_done"] == 10 * 2048 / 64
 
 
 def test_cartpole_is_balanced_after_the_changes_of_the_recipe(tmp_path):
@@ -137,6 +141,8 @@ def test_every_python_block_is_one_of_the_tested_ones():
 @pytest.mark.parametrize("line", sorted({*commands(README), *commands(BENCHMARK + PAPER)}))
 def test_a_command_names_files_and_options_that_exist(line):
     words = shlex.split(line.replace("{}", "1"))
+    if ">" in words:  # what follows is written
+        words = words[: words.index(">")]
     for word in words:
         if word.endswith((".py", ".txt")) and not word.startswith("runs/"):
             assert (ROOT / word).exists(), word
