@@ -4,6 +4,7 @@ the protocol's, and the algorithms that SPU is compared with are what they say t
 import csv
 import importlib
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -179,6 +180,34 @@ def test_a_header_has_the_commit_that_the_jobs_started_from(runner, monkeypatch,
         assert runner.commit() == at_the_start
     finally:
         runner.commit.cache_clear()
+
+
+def test_todays_scripts_are_compared_with_those_of_the_reported_runs(tmp_path):
+    there = tmp_path / "spu"
+    subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{ROOT}", there], check=True)
+    git = ["git", "-C", there, "rev-parse", "--short", "HEAD"]
+    head = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    results = tmp_path / "results"
+    for name, options, commit in (
+        ("a/Ant__1", "--env-id Ant-v4 --seed 1", f"# commit: {head}"),
+        ("a/Ant__2", "--env-id Ant-v4 --seed 2 --total-timesteps 9", f"# commit: {head}+"),
+        ("b/Ant__1", "--env-id Ant-v4 --seed 1 --delta 0.01 --epsilon 1", f"# commit: {head}"),
+        ("sb3_ppo/Ant__1", "--env-id Ant-v4 --seed 1", "# versions: of a library"),
+    ):
+        path = results / f"{name}.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# command: python spu_continuous.py {options}\n{commit}\nstep,return\n")
+
+    # Another default for epsilon is found out where the runs had the default.
+    script = there / "spu_continuous.py"
+    script.write_text(script.read_text().replace("epsilon: float = 0.03", "epsilon: float = 0.001"))
+    shutil.copy(ROOT / "benchmark" / "frozen.py", there / "benchmark")
+    command = [sys.executable, there / "benchmark" / "frozen.py", "--results", results]
+    done = subprocess.run([*command, "--hopper-steps", "2048"], capture_output=True, text=True)
+    one, two = done.stdout.splitlines()
+    assert one == f"{head} spu_continuous.py : OTHER NUMBERS"
+    assert two.startswith(f"{head} spu_continuous.py --delta 0.01 --epsilon 1: the same ")
+    assert done.returncode == 1
 
 
 def test_an_unknown_group_is_refused(runner, monkeypatch):
