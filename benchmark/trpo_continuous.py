@@ -48,7 +48,7 @@ class Args:
     seed: int = 1  # of the environment, the networks, the noise and the minibatches
     total_timesteps: int = 1_000_000  # environment steps, in whole batches
     # The algorithm
-    delta: float = 0.03  # nats; the mean KL of an iteration is at most this (often: 0.01)
+    delta: float = 0.06  # nats; the mean KL of an iteration is at most this (often: 0.01)
     cg_iterations: int = 10  # of conjugate gradients: each costs a product with F
     damping: float = 0.1  # added to F's diagonal, so that F can be inverted
     line_search_steps: int = 10  # lengths that are tried, each half of the one before
